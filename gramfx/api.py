@@ -1,0 +1,172 @@
+"""``gramfx.transform`` and what it returns."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from gramfx.capture import capture
+from gramfx.captured import Captured
+from gramfx.errors import GramfxError, InputError, StaticBatchWarning
+from gramfx.discovery import state_key
+from gramfx.pipeline import STAGES, lower
+from gramfx.printing import print_graph, text
+from gramfx.program import Call, InDims, Program, read_call
+from gramfx.runtime import Compiled
+from gramfx.torch_compat import ambient_state, fake_batch_size
+from gramfx.uses import StaticBatchNeeded
+
+Objective = Callable[..., Tensor]
+
+
+class Stage:
+    """One stage of a transformed model: a graph to read, run, save or compile elsewhere."""
+
+    def __init__(self, name: str, graph_module: GraphModule) -> None:
+        self.name, self.graph_module = name, graph_module
+
+    def __str__(self) -> str:
+        return text(self.graph_module)
+
+    def print(self) -> None:
+        """Print one node a line: name, shape, op, operands, module path."""
+        print_graph(self.graph_module)
+
+
+class Step:
+    """``objectives, gramian = step(*args, **kwargs)``; made by :func:`transform`."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        objective: Objective | None,
+        in_dims: InDims,
+        reuse: Literal["exact", "separate"],
+        coupled: Literal["warn", "error"],
+        compile: bool,
+        dynamic: bool | None,
+    ) -> None:
+        self._model, self._objective, self._in_dims = model, objective, in_dims
+        self._reuse, self._coupled, self._compile, self._dynamic = reuse, coupled, compile, dynamic
+        self._made: dict[Hashable, tuple[Compiled, Program, list[Any]]] = {}
+        self._seen: dict[Hashable, int | None] = {}
+        self._static: set[Hashable] = set()
+        self._last: Compiled | None = None
+
+    def __call__(self, *args: Any, targets: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The objectives and the Gramian of their Jacobian.
+
+        Returns objectives of any shape, differentiable, and ``J Jᵀ`` of shape ``[m, m]``, ``m = objectives.numel()`` in
+        row-major order, in the parameters' dtype. ``targets`` are passed to the objective after the model's output, a
+        tuple one by one. Raises a :class:`gramfx.errors.GramfxError` where the answer would not be exact.
+        """
+        call = self._read(args, kwargs, targets)
+        compiled, program = self._compiled(call)
+        return compiled(program, [*call.tensors, *program.loose])
+
+    def capture(self, *args: Any, targets: Any = None, **kwargs: Any) -> Step:
+        """Compile for arguments like these without running; returns the step itself."""
+        self._compiled(self._read(args, kwargs, targets))
+        return self
+
+    def stage(self, name: str) -> Stage:
+        """The graph after a stage of the latest call or capture: one of ``gramfx.STAGES``."""
+        if name not in STAGES:
+            raise InputError("there is no such stage", expected=", ".join(STAGES), got=repr(name))
+        if self._last is None:
+            raise InputError("nothing was captured yet", remedy="call the step, or step.capture(...), first")
+        return Stage(name, self._last.lowering.stages[name])
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Call:
+        if targets is not None and self._objective is None:
+            raise InputError("targets were given, but there is no objective", remedy="pass objective= to transform")
+        unpacked = () if targets is None else targets if isinstance(targets, tuple) else (targets,)
+        return read_call(args, kwargs, unpacked, self._in_dims)
+
+    def _compiled(self, call: Call) -> tuple[Compiled, Program]:
+        state, kept = state_key([self._model, self._objective])
+        family = (call.key(symbolic_batch=True), state, ambient_state())
+        exact = (call.key(symbolic_batch=False), state, ambient_state())
+        dynamic = self._wants_dynamic(call, family)
+        key = (dynamic, family if dynamic else exact)
+        if key not in self._made:
+            self._make(call, family, key, exact, kept)
+        if key not in self._made:
+            key = (False, exact)
+        compiled, program, _ = self._made[key]
+        self._last = compiled
+        return compiled, program
+
+    def _wants_dynamic(self, call: Call, family: Hashable) -> bool:
+        size = call.batch_size
+        if size is None or size < 2 or self._dynamic is False or family in self._static:
+            return False
+        first = self._seen.setdefault(family, size)
+        return bool(self._dynamic) or first != size
+
+    def _make(self, call: Call, family: Hashable, key: Any, exact: Hashable, kept: list[Any]) -> None:
+        """Capture and lower, with a symbolic batch if asked for and possible, else for this batch size alone."""
+        if key[0]:
+            try:
+                self._made[key] = (*self._lowered(call, dynamic=True), kept)
+                return
+            except (StaticBatchNeeded, GramfxError) as reason:
+                self._static.add(family)
+                problem = reason
+        key = (False, exact)
+        if key not in self._made:
+            self._made[key] = (*self._lowered(call, dynamic=False), kept)
+        if self._dynamic:
+            message = f"one capture per batch size: {problem}".splitlines()[0]
+            warnings.warn(StaticBatchWarning(message), stacklevel=4)
+
+    def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
+        program = Program(self._model, self._objective)
+        captured: Captured = capture(program, call, dynamic=dynamic)
+        size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
+        lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
+        return Compiled(captured, lowering, self._compile), program
+
+
+def transform(
+    model: Callable[..., Any],
+    objective: Objective | None = None,
+    in_dims: InDims = 0,
+    reuse: Literal["exact", "separate"] = "exact",
+    coupled: Literal["warn", "error"] = "warn",
+    compile: bool = True,
+    dynamic: bool | None = None,
+) -> Step:
+    """A step that computes a model's objectives and the Gramian ``G = J Jᵀ`` of their Jacobian in one pass.
+
+    ``J[i] = ∂ objectives.flatten()[i] / ∂ (trainable parameters)``; ``J`` itself is never formed.
+
+    model: a module, or a callable over modules. Its parameters are shared, not copied.
+    objective: from the model's output (and the targets given to the step) to a tensor of objectives of any shape;
+        ``None`` where the output is that tensor.
+    in_dims: which dim of each positional input holds the samples, as in ``torch.vmap``; ``None`` for no samples. Keyword
+        arguments and targets hold theirs on dim 0 unless it is ``None``.
+    reuse: ``"exact"`` for the true Gramian, cross terms between uses of one parameter included; ``"separate"`` for
+        ``Σ_uses J_u J_uᵀ``.
+    coupled: ``"warn"`` or ``"error"``, where an op makes objectives depend on other samples. Exact either way.
+    compile: whether Inductor compiles the result.
+    dynamic: ``True`` for one graph for all batch sizes of at least 2, ``False`` for one per size, ``None`` for static
+        until a second size is seen.
+
+    Raises :class:`gramfx.errors.InputError` for options that do not exist; the step raises when called.
+    """
+    for name, given, known in (("reuse", reuse, ("exact", "separate")), ("coupled", coupled, ("warn", "error"))):
+        if given not in known:
+            raise InputError(f"{name} has no such value", expected=" or ".join(map(repr, known)), got=repr(given))
+    if not callable(model):
+        raise InputError("the model cannot be called", expected="a module or a function", got=type(model).__name__)
+    return Step(model, objective, in_dims, reuse, coupled, compile, dynamic)
+
+
+assert copy and torch

@@ -1,0 +1,203 @@
+"""The first stage: a program as a functional ATen graph, checked against the eager model.
+
+A capture can prove things about a wrong graph, so each is run once beside the model itself: the objectives and the
+gradient of a random combination of them must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gramfx.captured import Captured
+from gramfx.discovery import Recorder
+from gramfx.errors import (
+    CaptureError,
+    CaptureMismatchError,
+    GramfxError,
+    NoTrainableParameterError,
+    ObjectiveError,
+    UnsupportedError,
+)
+from gramfx.export import by_export
+from gramfx.program import Call, Program, user_name
+from gramfx.tracing import by_tracing, explain, refuse_custom_functions
+
+#: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
+#: Every wrong capture seen was off by 3e-3 or more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The eager model's objectives, and the gradient of ``(weights * objectives).sum()`` by leaf."""
+
+    objectives: Tensor
+    weights: Tensor
+    gradients: dict[int, Tensor | None]
+
+
+def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
+    """Capture ``program`` for calls like ``call``; with ``dynamic`` for any batch size of at least 2.
+
+    Raises a :class:`CaptureError` where no way of capturing gives a graph that agrees with the model, an
+    :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
+    """
+    program.call, program.loose = call, ()
+    with _random_state_kept(program, call):
+        reference = _run_eagerly(program, call)
+    failures: list[Exception] = []
+    for method in (by_export, by_tracing):
+        try:
+            with _random_state_kept(program, call), refuse_custom_functions():
+                captured = method(program, call, dynamic)
+            with _random_state_kept(program, call):
+                _compare(captured, program, call, reference)
+            return captured
+        except CaptureMismatchError as error:
+            failures.append(error)
+        except GramfxError:
+            raise
+        except Exception as error:
+            failures.append(error)
+    raise explain(failures) from failures[0]
+
+
+@contextlib.contextmanager
+def _random_state_kept(program: Program, call: Call) -> Iterator[None]:
+    devices = {tensor.device for tensor in (*call.tensors, *program.parameters()) if tensor.is_cuda}
+    state = random.getstate()
+    with torch.random.fork_rng(list(devices)), torch.enable_grad():
+        try:
+            yield
+            moved = random.getstate() != state
+        finally:
+            random.setstate(state)
+    if moved:
+        raise CaptureError(
+            "the forward draws from Python's random module, and a graph would freeze what it drew",
+            expected="randomness from torch",
+            remedy="draw with torch.rand or torch.randint",
+        )
+
+
+def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
+    """The trainable leaves by identity, each with the first name it has."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    named = [(user_name(name), tensor) for name, tensor in program.named_parameters()]
+    for name, tensor in [*named, *((f"closure{i}", t) for i, t in enumerate(program.loose))]:
+        if tensor.requires_grad and tensor.is_leaf:
+            found.setdefault(id(tensor), (name, tensor))
+    return found
+
+
+def _run_eagerly(program: Program, call: Call) -> Reference:
+    _refuse_wrappers(program)
+    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+    buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
+    with Recorder([*program.parameters(), *buffers.values(), *tensors]) as recorder:
+        objectives = torch.func.functional_call(program, buffers, tuple(tensors))
+    program.loose = tuple(recorder.loose.values())
+    leaves = trainable(program)
+    _check_differentiable(objectives, leaves)
+    weights = torch.rand(objectives.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return Reference(objectives.detach(), weights, _gradients(objectives, weights, leaves))
+
+
+def _gradients(
+    objectives: Tensor, weights: Tensor, leaves: dict[int, tuple[str, Tensor]]
+) -> dict[int, Tensor | None]:
+    tensors = [tensor for _, tensor in leaves.values()]
+    if not objectives.requires_grad:
+        return dict.fromkeys(leaves)
+    found = torch.autograd.grad(objectives, tensors, (weights + 0.5).to(objectives), allow_unused=True)
+    return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(leaves, found, strict=True)}
+
+
+def _refuse_wrappers(program: Program) -> None:
+    for name, module in program.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise UnsupportedError(
+                f"{type(module).__name__} synchronises gradients in hooks that a graph does not have",
+                where=f"module {user_name(name)!r}",
+                remedy="transform the wrapped module, its attribute .module",
+            )
+
+
+def _check_differentiable(objectives: Tensor, leaves: dict[int, tuple[str, Tensor]]) -> None:
+    if not leaves:
+        raise NoTrainableParameterError(
+            "the model has no trainable parameters",
+            expected="at least one parameter with requires_grad=True",
+            got="none",
+            remedy="call requires_grad_(True) on those the Jacobian is taken by",
+        )
+    for name, tensor in leaves.values():
+        if tensor.is_complex():
+            raise UnsupportedError(
+                "complex parameters are not supported",
+                expected="real parameters",
+                got=f"{name!r} of dtype {tensor.dtype}",
+                remedy="keep real and imaginary parts in a real parameter, and use torch.view_as_complex in the forward",
+            )
+    if not objectives.requires_grad:
+        raise ObjectiveError(
+            "the objectives are not differentiable",
+            expected="objectives that depend on trainable parameters by a differentiable path",
+            got=f"a tensor of shape {tuple(objectives.shape)} that does not require grad",
+            remedy="look for detach(), no_grad(), argmax or conversions to numbers in the model or the objective",
+        )
+
+
+def _compare(captured: Captured, program: Program, call: Call, reference: Reference) -> None:
+    leaves = trainable(program)
+    tensors = [tensor.detach() for tensor in call.tensors]
+    objectives = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))[0]
+    got = _gradients(objectives, reference.weights, leaves)
+    if objectives.shape != reference.objectives.shape:
+        raise _mismatch("shape of the objectives", tuple(reference.objectives.shape), tuple(objectives.shape))
+    dtypes = [reference.objectives.dtype, *(t.dtype for _, t in leaves.values()), *_dtypes(captured)]
+    tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    pairs = [("objectives", objectives.detach(), reference.objectives)]
+    pairs += [(leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t)) for k, (_, t) in leaves.items()]
+    _compare_group(pairs[:1], tolerance)
+    _compare_group(pairs[1:], tolerance)
+
+
+def _dtypes(captured: Captured) -> set[torch.dtype]:
+    values = (node.meta.get("val") for node in captured.graph_module.graph.nodes)
+    return {value.dtype for value in values if isinstance(value, Tensor)}
+
+
+def _zero_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def _compare_group(pairs: Sequence[tuple[str, Tensor, Tensor]], tolerance: float) -> None:
+    scale = max([_largest(want) for _, _, want in pairs], default=0.0)
+    for name, got, want in pairs:
+        # Infinite or undefined entries are the model's own and must stand in the same places.
+        finite = torch.isfinite(want)
+        same = torch.equal(torch.isfinite(got), finite)
+        error = _largest((got - want).masked_fill(~finite, 0))
+        if not same or error > tolerance * scale:
+            raise _mismatch(name, f"difference up to {tolerance:.0e} of {scale:.3g}", f"{error:.3g}")
+
+
+def _largest(tensor: Tensor) -> float:
+    kept = tensor.detach().masked_fill(~torch.isfinite(tensor), 0)
+    return float(kept.abs().max()) if kept.numel() else 0.0
+
+
+def _mismatch(what: str, expected: object, got: object) -> CaptureMismatchError:
+    return CaptureMismatchError(
+        f"the captured graph and the model disagree on {what!r}",
+        expected=str(expected),
+        got=str(got),
+        remedy="look for randomness outside torch, state kept between calls, or gradients that are written by hand",
+    )

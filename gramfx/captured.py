@@ -1,0 +1,152 @@
+"""What a capture gives, and how its graph is put into the one form that the passes start from."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from gramfx.errors import ParameterMutationError, UnsupportedError
+from gramfx.graph import where
+from gramfx.program import Call, Program, user_name
+
+aten = torch.ops.aten
+
+# The graph is run on tensors of other strides than it was traced with.
+_RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+# Facts about dtypes and layouts that hold by construction.
+_ASSERTIONS = {aten._assert_tensor_metadata.default}
+_REFUSED = {
+    aten.embedding_renorm.default: "an embedding with max_norm rewrites its weight in the forward, outside of autograd",
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a placeholder stands for: a tensor found anew at each call.
+
+    ``key`` is a dotted name in the program (parameter, buffer), or an index into the inputs or the constants.
+    """
+
+    kind: Literal["parameter", "buffer", "input", "constant"]
+    key: str | int
+    name: str
+
+
+@dataclass
+class Captured:
+    """A graph ``(*slots) -> (objectives, *new values of the mutated slots)``, and how it was had."""
+
+    graph_module: GraphModule
+    slots: tuple[Slot, ...]
+    mutated: tuple[int, ...]
+    constants: tuple[Tensor, ...]
+    method: Literal["export", "trace"]
+
+    def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""
+        return [_fetch(slot, program, inputs, self.constants) for slot in self.slots]
+
+
+def _fetch(slot: Slot, program: Program, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
+    if isinstance(slot.key, str):
+        found: Tensor = operator.attrgetter(slot.key)(program)
+        return found
+    return (inputs if slot.kind == "input" else constants)[slot.key]
+
+
+def normal_form(
+    graph_module: GraphModule,
+    slots: Sequence[Slot],
+    outputs: Sequence[int | None],
+    program: Program,
+    call: Call,
+    constants: Sequence[Tensor] = (),
+    method: Literal["export", "trace"] = "export",
+) -> Captured:
+    """One placeholder a tensor, named after it; objectives first among the outputs; no views that need strides.
+
+    ``outputs[i]`` is the index of the slot whose new value output ``i`` is, or ``None`` for the objectives. Each
+    placeholder's ``meta`` says what it is: ``parameter`` (its user's name, where trainable) and ``batch_dim``.
+    """
+    inputs = [*call.tensors, *program.loose]
+    tensors = [_fetch(slot, program, inputs, constants) for slot in slots]
+    first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+    keep = sorted(set(first.values()))
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    by_index: dict[int, Node] = {}
+    for index in keep:
+        by_index[index] = _placeholder(graph, slots[index], tensors[index], call, placeholders[index])
+    for index, node in enumerate(placeholders):
+        made[node] = by_index[first[id(tensors[index])]]
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "output") and node.target not in _ASSERTIONS:
+            made[node] = _copied(graph, node, made)
+    results = next(node for node in graph_module.graph.nodes if node.op == "output").args[0]
+    renewed = {keep.index(first[id(tensors[i])]): made[n] for n, i in zip(results, outputs, strict=True) if i is not None}
+    objectives = next(made[node] for node, index in zip(results, outputs, strict=True) if index is None)
+    for index in renewed:
+        _refuse_mutation(slots[keep[index]], tensors[keep[index]])
+    graph.output((objectives, *renewed.values()))
+    normal = GraphModule(torch.nn.Module(), graph)
+    normal.graph.eliminate_dead_code()
+    normal.recompile()
+    return Captured(normal, tuple(slots[i] for i in keep), tuple(renewed), tuple(constants), method)
+
+
+def _placeholder(graph: Graph, slot: Slot, tensor: Tensor, call: Call, original: Node) -> Node:
+    name = re.sub(r"\W", "_", slot.name)
+    node = graph.placeholder(name if not name[0].isdigit() else f"p_{name}")
+    node.meta = {"val": original.meta["val"]}
+    if tensor.requires_grad and tensor.is_leaf and (slot.kind != "input" or int(slot.key) >= len(call.tensors)):
+        node.meta["parameter"] = slot.name
+    if slot.kind == "input" and int(slot.key) < len(call.tensors):
+        node.meta["batch_dim"] = call.batch_dims[int(slot.key)]
+    return node
+
+
+def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
+    if node.target in _REFUSED:
+        raise ParameterMutationError(
+            _REFUSED[node.target],
+            where=where(node),
+            remedy="normalise the rows in the forward, with torch.nn.functional.normalize for instance",
+        )
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op not in ("call_function",):
+        raise UnsupportedError("the graph holds a subgraph that gramfx cannot look into", where=where(node))
+    copy = graph.node_copy(node, lambda argument: made[argument])
+    copy.target = _RELAXED.get(node.target, node.target)
+    return copy
+
+
+def _refuse_mutation(slot: Slot, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ParameterMutationError(
+            "the forward changes a trainable parameter in place",
+            got=slot.name,
+            remedy="compute a new tensor from the parameter instead, or make it a buffer",
+        )
+
+
+def slot_of_state(name: str, trainable: bool) -> Slot:
+    """The slot of a parameter or buffer, by its dotted name in the program."""
+    return Slot("parameter" if trainable else "buffer", name, user_name(name))
+
+
+def slot_of_input(index: int, call: Call) -> Slot:
+    """The slot of the call's tensor ``index``, or of a tensor closed over where the call has fewer."""
+    count = len(call.tensors)
+    return Slot("input", index, f"input{index}" if index < count else f"closure{index - count}")
+
+
+def unused(argument: Any) -> bool:
+    """Whether an output of a multi-output node is absent."""
+    return argument is None

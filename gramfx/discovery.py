@@ -1,0 +1,140 @@
+"""What a callable reaches: modules, tensors, and the plain values its graph will have baked in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gramfx.torch_compat import pytree
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def reachable(root: Any) -> list[Any]:
+    """Modules, tensors and plain values that ``root`` reaches through closures, defaults, attributes and containers."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        thing = pending.pop()
+        if isinstance(thing, (*_PLAIN, Tensor, nn.Module)):
+            if isinstance(thing, _PLAIN) or id(thing) not in seen:
+                found.append(thing)
+            seen.add(id(thing))
+        elif id(thing) not in seen:
+            seen.add(id(thing))
+            pending.extend(reversed(list(_parts(thing))))
+    return found
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, FunctionType):
+        yield from (cell.cell_contents for cell in thing.__closure__ or () if _filled(cell))
+        yield from thing.__defaults__ or ()
+        yield from (thing.__kwdefaults__ or {}).values()
+        named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+        yield from (value for value in named if isinstance(value, (nn.Module, Tensor)))
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        yield from thing
+    elif isinstance(thing, dict):
+        yield from thing.values()
+    elif callable(thing) and not isinstance(thing, type) and hasattr(thing, "__dict__"):
+        yield from vars(thing).values()
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def modules_of(root: Any) -> list[nn.Module]:
+    """The modules that ``root`` is or reaches, outermost first, none inside another."""
+    if isinstance(root, nn.Module):
+        return [root]
+    found = [thing for thing in reachable(root) if isinstance(thing, nn.Module)]
+    inner = {id(child) for module in found for child in module.modules() if child is not module}
+    return [module for module in found if id(module) not in inner]
+
+
+def state_key(roots: list[Any]) -> tuple[Hashable, list[Any]]:
+    """A key of everything but tensor values that a capture bakes in, and the objects whose identity it uses.
+
+    Training flags, ``requires_grad`` flags, which names share a tensor, dtypes, devices, and plain attributes of
+    modules; tensors and plain values in closures.
+    """
+    key: list[Hashable] = []
+    kept: list[Any] = []
+    for root in roots:
+        for thing in reachable(root):
+            if isinstance(thing, nn.Module):
+                key.append(_module_key(thing))
+            elif isinstance(thing, Tensor):
+                key.append((id(thing), thing.shape, thing.dtype, thing.device, thing.requires_grad))
+            else:
+                key.append((type(thing), thing))
+            kept.append(thing)
+    return tuple(key), kept
+
+
+def _module_key(module: nn.Module) -> Hashable:
+    order: dict[int, int] = {}
+    key: list[Hashable] = [id(module)]
+    for child in module.modules():
+        plain = tuple((name, value) for name, value in vars(child).items() if isinstance(value, _PLAIN))
+        key.append(plain)
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None:
+                number = order.setdefault(id(tensor), len(order))
+                key.append((name, number, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+    return tuple(key)
+
+
+class Recorder(TorchFunctionMode):
+    """Collects the tensors that a forward uses without having been given them: closed-over constants and leaves."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in known}
+        self.loose: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._known:
+                self.loose[id(leaf)] = leaf
+        result = function(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._known.setdefault(id(leaf), leaf)
+        return result
+
+
+class Substitution(TorchFunctionMode):
+    """Runs a forward with some of the tensors it closes over replaced."""
+
+    def __init__(self, replacements: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._replacements = replacements
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def swap(leaf: Any) -> Any:
+            return self._replacements.get(id(leaf), leaf)
+
+        args, kwargs = pytree.tree_map(swap, (args, kwargs or {}))
+        return function(*args, **kwargs)

@@ -1,0 +1,111 @@
+"""Small questions asked of FX graphs: uses, sources, insertion, copying."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gramfx.errors import VerificationError
+from gramfx.torch_compat import FakeTensor, pytree, tracing_quirks
+
+
+def module_path(node: Node) -> str:
+    """The dotted path of the module in whose forward ``node`` was recorded, or ``""``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("model.").removeprefix("model")
+
+
+def source_line(node: Node) -> str:
+    """``file.py:12 in forward: code`` of the innermost user frame that recorded ``node``, or ``""``."""
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    for at in range(len(frames) - 1, -1, -1):
+        if frames[at].startswith('File "') and "/torch/" not in frames[at] and "/gramfx/" not in frames[at]:
+            file, line, function = (part.strip() for part in frames[at].split(",", 2))
+            code = frames[at + 1] if at + 1 < len(frames) and not frames[at + 1].startswith("File") else ""
+            place = f"{file.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')} {function}"
+            return f"{place}: {code}" if code else place
+    return ""
+
+
+def where(node: Node) -> str:
+    """Where a node comes from, for error messages: op, module path, the user's source line."""
+    parts = [f"op {target_name(node)} ({node.name})"]
+    if path := module_path(node):
+        parts.append(f"module {path!r}")
+    if line := source_line(node):
+        parts.append(line)
+    return ", ".join(parts)
+
+
+def target_name(node: Node) -> str:
+    """``aten.linear`` for ``aten.linear.default``; the function's name for anything else."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", repr(node.target))
+
+
+def value(node: Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def rename(node: Node, name: str) -> None:
+    """Give ``node`` a name close to ``name``, unique in its graph."""
+    node._rename(name)
+
+
+def placeholders(graph_module: GraphModule) -> list[Node]:
+    """The placeholders in order."""
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def output_node(graph_module: GraphModule) -> Node:
+    """The single output node."""
+    return next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+
+
+def results(graph_module: GraphModule) -> list[Node]:
+    """The nodes that a graph returns; the objectives come first."""
+    returned = output_node(graph_module).args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]  # type: ignore[list-item]
+
+
+def named(graph_module: GraphModule) -> dict[str, Node]:
+    """The nodes by name."""
+    return {node.name: node for node in graph_module.graph.nodes}
+
+
+class Builder:
+    """Adds calls before a node, each with its fake value, as if they stood in that node's source line."""
+
+    def __init__(self, before: Node) -> None:
+        self._graph, self._before = before.graph, before
+        self._meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """The node that calls ``target``."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        values = torch.fx.map_arg((args, kwargs), value)
+        fakes = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, FakeTensor)]
+        with tracing_quirks(), fakes[0].fake_mode if fakes else contextlib.nullcontext(), torch.no_grad():
+            node.meta = {**self._meta, "val": target(*values[0], **values[1])}
+        return node
+
+
+def inline(graph: Graph, inner: GraphModule, arguments: list[Any]) -> list[Any]:
+    """Copy ``inner``'s nodes into ``graph`` at its insertion point, reading ``arguments``; return what it returns."""
+    mapping: dict[Node, Any] = dict(zip(placeholders(inner), arguments, strict=True))
+    for node in inner.graph.nodes:
+        if node.op == "call_function":
+            mapping[node] = graph.node_copy(node, lambda argument: mapping[argument])
+        elif node.op == "get_attr":
+            raise VerificationError("a traced function closed over a tensor", got=str(node.target))
+    returned = output_node(inner).args[0]
+    leaves = returned if isinstance(returned, (tuple, list)) else [returned]
+    return [mapping.get(leaf, leaf) if isinstance(leaf, Node) else leaf for leaf in leaves]

@@ -1,0 +1,145 @@
+"""The compiler, as one list of stages. Read this first."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gramfx.axes import Value
+from gramfx.captured import Captured
+from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
+from gramfx.graph import placeholders, results, value, where
+from gramfx.passes.canonicalize import canonicalize
+from gramfx.passes.differentiate import differentiate, verify_joint
+from gramfx.passes.erase_clones import erase_clones
+from gramfx.passes.insert_gramians import insert_gramians, verify_gramian
+from gramfx.passes.lower_contractions import lower_contractions, verify_lowered
+from gramfx.passes.plan_contractions import plan_contractions, verify_planned
+from gramfx.passes.schedule import schedule
+from gramfx.passes.separate_uses import separate_uses
+from gramfx.passes.trace_axes import Coupling, trace_axes
+from gramfx.torch_compat import is_symbolic
+from gramfx.uses import Rows, StaticBatchNeeded, Use, uses_of
+
+STAGES = ("captured", "canonical", "separated", "batched", "joint", "gramian", "planned", "lowered")
+
+
+@dataclass
+class Lowering:
+    """All stages of one program, by name, and how many of the last one's outputs are random draws."""
+
+    stages: dict[str, GraphModule] = field(default_factory=dict)
+    draws: tuple[str, ...] = ()
+    coupling: Coupling | None = None
+
+
+def lower(
+    captured: Captured,
+    batch_size: int | torch.SymInt | None,
+    *,
+    exact: bool = True,
+    coupled: Literal["warn", "error", "allow"] = "warn",
+) -> Lowering:
+    """Run every stage on a captured graph.
+
+    The lowered graph returns ``(objectives, gramian, *new values of mutated tensors, *random draws)``. Raises
+    :class:`StaticBatchNeeded` where a symbolic batch cannot be kept.
+    """
+    done = Lowering()
+    stages = done.stages
+    stages["captured"] = captured.graph_module
+    stages["canonical"] = canonicalize(stages["captured"])
+    stages["separated"] = separate_uses(stages["canonical"])
+    stages["batched"] = batched = stages["separated"]
+    done.coupling = _trace(batched, batch_size)
+    rows = rows_of(batched, batch_size, done.coupling)
+    uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
+    _report_coupling(done.coupling, uses, rows, coupled)
+    if any(use.coupled for use in uses) and is_symbolic(batch_size):
+        raise StaticBatchNeeded("the objectives are coupled")
+    joint = differentiate(batched, rows, *_taps(uses), _needed(batched, uses))
+    verify_joint(joint)
+    stages["joint"] = joint.graph_module
+    size = 1 if batch_size is None else batch_size
+    stages["gramian"] = insert_gramians(joint, uses, rows, size, exact=exact)
+    verify_gramian(stages["gramian"])
+    stages["planned"] = schedule(plan_contractions(stages["gramian"], _hint(size)))
+    verify_planned(stages["planned"])
+    stages["lowered"] = erase_clones(lower_contractions(stages["planned"]))
+    verify_lowered(stages["lowered"])
+    done.draws = tuple(joint.random)
+    return done
+
+
+def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:
+    inputs = placeholders(graph_module)
+    dims = {n.name: n.meta["batch_dim"] for n in inputs if n.meta.get("batch_dim") is not None}
+    learned = [node.name for node in inputs if "parameter" in node.meta]
+    return trace_axes(graph_module, dims, 1 if batch_size is None else batch_size, learned, results(graph_module)[0])
+
+
+def rows_of(graph_module: GraphModule, batch_size: int | torch.SymInt | None, coupling: Coupling) -> Rows:
+    """Where the samples are among the objectives; none where the batch is one sample, unknown, or lost."""
+    objectives = results(graph_module)[0]
+    axes = objectives.meta["axes"]
+    shape = value(objectives).shape
+    loc = axes.batch if isinstance(axes, Value) else None
+    single = batch_size is None or (not is_symbolic(batch_size) and int(batch_size) < 2)
+    if loc is None or single or objectives in coupling.coupled or not isinstance(loc.inner, int):
+        count = value(objectives).numel()
+        if is_symbolic(count):
+            raise StaticBatchNeeded("the objectives are coupled")
+        return Rows(int(count), 1, False)
+    before = after = 1
+    for dim, size in enumerate(shape):
+        if dim < loc.dim:
+            before *= int(size)
+        elif dim > loc.dim:
+            after *= int(size)
+    return Rows(before * int(shape[loc.dim] // (batch_size * loc.inner)), after * loc.inner, True)
+
+
+def _any_rows(graph_module: GraphModule) -> bool:
+    size = value(results(graph_module)[0]).numel()
+    return is_symbolic(size) or int(size) > 0
+
+
+def _taps(uses: list[Use]) -> tuple[list[Node], list[Node]]:
+    single = [tap for use in uses if not use.coupled for tap in use.taps]
+    full = [tap for use in uses if use.coupled for tap in use.taps]
+    return list(dict.fromkeys(single)), list(dict.fromkeys(full))
+
+
+def _needed(graph_module: GraphModule, uses: list[Use]) -> list[Node]:
+    """Forward values that terms, fallbacks and pullbacks read; clones and op outputs, for their names in the joint graph."""
+    nodes = [node for use in uses for node in (use.clone, *use.needed)]
+    return [*placeholders(graph_module), *nodes]
+
+
+def _report_coupling(coupling: Coupling, uses: list[Use], rows: Rows, wanted: str) -> None:
+    """Say which op couples the samples, where some use pays for it."""
+    first = coupling.first
+    if first is None or not any(use.coupled for use in uses) or wanted == "allow":
+        return
+    many = sum(use.coupled for use in uses)
+    message = (
+        f"the objectives are coupled: {first.reason}; {many} of {len(uses)} uses of parameters need one cotangent per "
+        f"objective instead of one per sample. The Gramian is exact all the same.\n  where: {where(first.node)}"
+    )
+    if wanted == "error":
+        raise CoupledObjectivesError(
+            f"the objectives are coupled: {first.reason}",
+            expected="objectives of which each depends on its own sample only",
+            got=f"{many} of {len(uses)} uses of parameters upstream of a coupling op",
+            where=where(first.node),
+            remedy="remove the coupling, or pass coupled='warn' to pay one cotangent per objective",
+        )
+    warnings.warn(CoupledObjectivesWarning(message), stacklevel=2)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

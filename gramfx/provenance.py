@@ -1,0 +1,62 @@
+"""Which values come from trainable parameters alone, and which have seen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from gramfx.graph import placeholders
+from gramfx.torch_compat import pytree
+
+_STOPS = {torch.ops.aten.detach.default}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """``parameter_values``: differentiable values computed from parameters and constants alone.
+
+    ``data``: values that depend on the samples, or on a random draw, which no later pass may repeat.
+    """
+
+    parameter_values: frozenset[Node]
+    data: frozenset[Node]
+
+
+def is_random(node: Node) -> bool:
+    """Whether running the node twice gives two results."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def differentiable(held: Any) -> bool:
+    """Whether a fake value can carry a gradient."""
+    leaves = pytree.tree_leaves(held)
+    return any(isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves)
+
+
+def provenance(graph_module: GraphModule) -> Provenance:
+    """Follow parameters and data through the graph.
+
+    Data are the inputs that have a batch dim; where none has, all inputs of the call.
+    """
+    inputs = [node for node in placeholders(graph_module) if "batch_dim" in node.meta]
+    batched = {node for node in inputs if node.meta["batch_dim"] is not None}
+    data = set(batched or inputs)
+    learned = {node for node in placeholders(graph_module) if "parameter" in node.meta}
+    for node in graph_module.graph.nodes:
+        if node.op in ("placeholder", "output") or not _holds_tensors(node):
+            continue
+        read = node.all_input_nodes
+        if is_random(node) or any(source in data for source in read):
+            data.add(node)
+        if node.target not in _STOPS and differentiable(node.meta.get("val")) and any(s in learned for s in read):
+            learned.add(node)
+    return Provenance(frozenset(learned - data), frozenset(data))
+
+
+def _holds_tensors(node: Node) -> bool:
+    """Sizes are the same for all values of the data, so they are no data."""
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))

@@ -1,0 +1,240 @@
+"""Ops that meet parameters in a compound way, written as simpler ones: normalise, then multiply, then add.
+
+A rewrite maps ``(node, build)`` to the node that replaces it, or to ``None`` where it is simple enough already. Of an
+op with several outputs it changes the call in place, and maps ``(node, item, build)``, item being output 0 of the call,
+to the node that replaces the item.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gramfx.graph import Builder, value
+
+aten = torch.ops.aten
+Rewrite = Callable[[Node, Builder], "Node | None"]
+ItemRewrite = Callable[[Node, Node, Builder], Node]
+
+
+def _argument(node: Node, position: int, default: Any = None, name: str = "") -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def _affine(build: Builder, normal: Node, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> Node:
+    """``normal * weight + bias`` with both reshaped to ``shape``."""
+    for held, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
+        if held is not None:
+            held = build(aten.reshape.default, held, list(shape)) if shape else held
+            normal = build(op, normal, held)
+    return normal
+
+
+def _channels(rank: int) -> list[int]:
+    """The shape that puts a vector on the channel dim of a tensor of ``rank`` dims."""
+    return [-1] + [1] * (rank - 2)
+
+
+def _without(node: Node, build: Builder, *positions: int) -> Node:
+    """The same call with the arguments at ``positions`` absent."""
+    args, kwargs = _absent(node, positions)
+    return build(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _absent(node: Node, positions: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+    args = [None if i in positions else arg for i, arg in enumerate(node.args)]
+    return args, {name: None if name in ("weight", "bias") else held for name, held in node.kwargs.items()}
+
+
+def _layer_norm(node: Node, build: Builder) -> Node:
+    weight, bias = _argument(node, 2, name="weight"), _argument(node, 3, name="bias")
+    return _affine(build, _without(node, build, 2, 3), weight, bias)
+
+
+def _native_layer_norm(node: Node, item: Node, build: Builder) -> Node:
+    weight, bias = node.args[2:4]
+    node.args = tuple(_absent(node, (2, 3))[0])
+    return _affine(build, item, weight, bias)
+
+
+def _rms_norm(node: Node, build: Builder) -> Node:
+    return _affine(build, _without(node, build, 2), _argument(node, 2, name="weight"), None)
+
+
+def _group_norm(node: Node, build: Builder) -> Node:
+    weight, bias = _argument(node, 2, name="weight"), _argument(node, 3, name="bias")
+    return _affine(build, _without(node, build, 2, 3), weight, bias, _channels(value(node).dim()))
+
+
+
+
+def _batch_norm(node: Node, build: Builder) -> Node:
+    """``batch_norm`` and ``instance_norm``: a single output."""
+    normal = _without(node, build, 1, 2)
+    return _affine(build, normal, node.args[1], node.args[2], _channels(value(node).dim()))
+
+
+def _norm_of_channels(node: Node, item: Node, build: Builder) -> Node:
+    """Norms that also return statistics, which do not see weight and bias."""
+    weight, bias = node.args[1:3]
+    node.args = tuple(_absent(node, (1, 2))[0])
+    return _affine(build, item, weight, bias, _channels(value(item).dim()))
+
+
+def _prelu(node: Node, build: Builder) -> Node:
+    source, weight = node.args
+    rank = value(source).dim()
+    if value(weight).numel() > 1 and rank > 1:
+        weight = build(aten.reshape.default, weight, _channels(rank))
+    elif rank == 0:
+        weight = build(aten.reshape.default, weight, [])
+    return build(aten.where.self, build(aten.gt.Scalar, source, 0), source, build(aten.mul.Tensor, source, weight))
+
+
+def _bilinear(node: Node, build: Builder) -> Node:
+    left, right, weight, bias = node.args[0], node.args[1], node.args[2], _argument(node, 3, name="bias")
+    product = build(aten.einsum.default, "...i,oij,...j->...o", [left, weight, right])
+    return _affine(build, product, None, bias)
+
+
+def _added_product(node: Node, build: Builder) -> Node:
+    """``beta * input + alpha * (a @ b)``."""
+    source, left, right = node.args[:3]
+    product = build(aten.matmul.default, left, right)
+    if (alpha := node.kwargs.get("alpha", 1)) != 1:
+        product = build(aten.mul.Scalar, product, alpha)
+    if (beta := node.kwargs.get("beta", 1)) == 0:
+        return product
+    if beta != 1:
+        source = build(aten.mul.Scalar, source, beta)
+    return build(aten.add.Tensor, product, source)
+
+
+def _attention(node: Node, build: Builder) -> Node:
+    """``softmax(q kᵀ scale + mask) v``, in the order of torch's own reference path."""
+    query, key, held = node.args[:3]
+    mask, dropout, causal = _argument(node, 3), _argument(node, 4, 0.0), _argument(node, 5, False)
+    if node.kwargs.get("enable_gqa"):
+        key, held = (_repeated_heads(build, query, heads) for heads in (key, held))
+    scale = node.kwargs.get("scale")
+    scale = value(query).shape[-1] ** -0.5 if scale is None else scale
+    keys = build(aten.transpose.int, build(aten.mul.Scalar, key, scale**0.5), -2, -1)
+    scores = build(aten.matmul.default, build(aten.mul.Scalar, query, scale**0.5), keys)
+    if causal:
+        shape = [int(size) for size in value(scores).shape[-2:]]
+        mask = build(aten.tril.default, build(aten.ones.default, shape, dtype=torch.bool, device=value(query).device))
+    if mask is not None and value(mask).dtype == torch.bool:
+        scores = build(aten.masked_fill.Scalar, scores, build(aten.logical_not.default, mask), float("-inf"))
+    elif mask is not None:
+        scores = build(aten.add.Tensor, scores, mask)
+    weights = build(aten.softmax.int, scores, -1)
+    if dropout:
+        weights = _masked(weights, build(aten.native_dropout.default, build(aten.detach.default, weights), dropout, True), build)
+    return build(aten.matmul.default, weights, held)
+
+
+def _repeated_heads(build: Builder, query: Node, heads: Any) -> Node:
+    times = int(value(query).shape[-3]) // int(value(heads).shape[-3])
+    return build(aten.repeat_interleave.self_int, heads, times, -3)
+
+
+def _dropout(node: Node, item: Node, build: Builder) -> Node:
+    """``x * mask * scale``: the random draw is the mask alone."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if len(node.args) > 2 and node.args[2] is False:
+        return source
+    node.args = (Builder(node)(aten.detach.default, source), *node.args[1:])
+    return _masked(source, node, build)
+
+
+def _masked(source: Node, drawn: Node, build: Builder) -> Node:
+    probability = float(drawn.args[1])  # type: ignore[arg-type]
+    mask = build(operator.getitem, drawn, 1)
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    return build(aten.mul.Scalar, build(aten.mul.Tensor, source, mask), scale)
+
+
+def _index(node: Node, build: Builder) -> Node | None:
+    """Rows chosen by one tensor of ids, or by ids of several leading dims, as ``embedding`` does."""
+    table, indices = node.args
+    given = [index for index in indices if index is not None]  # type: ignore[union-attr]
+    if list(indices[: len(given)]) != given or any(value(i).dtype == torch.bool for i in given):  # type: ignore[index]
+        return None
+    shape = [int(size) for size in value(table).shape]
+    ids = build(aten.remainder.Scalar, given[0], shape[0])
+    for index, size in zip(given[1:], shape[1:], strict=False):
+        ids = build(aten.add.Tensor, build(aten.mul.Scalar, ids, size), build(aten.remainder.Scalar, index, size))
+    count, rest = len(given), shape[len(given) :]
+    flat = build(aten.reshape.default, table, [-1, *rest]) if count > 1 else table
+    if len(rest) == 1:
+        return build(aten.embedding.default, flat, ids)
+    rows = build(aten.reshape.default, flat, [_product(shape[:count]), -1])
+    chosen = build(aten.embedding.default, rows, ids)
+    return build(aten.unflatten.int, chosen, -1, rest) if rest else build(aten.squeeze.dim, chosen, -1)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _padded_convolution(node: Node, build: Builder) -> Node:
+    """``padding='same'`` as a pad and a convolution without."""
+    source, weight, bias, stride, padding, dilation, groups = (*node.args, *(None, 1, "valid", 1, 1)[len(node.args) - 2 :])
+    spatial = value(weight).dim() - 2
+    spread = list(dilation) * spatial if not isinstance(dilation, int) and len(dilation) == 1 else dilation
+    spread = [spread] * spatial if isinstance(spread, int) else list(spread)
+    if padding == "same":
+        totals = [d * (int(k) - 1) for d, k in zip(spread, value(weight).shape[2:], strict=True)]
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+        source = build(aten.constant_pad_nd.default, source, sides)
+    plain = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[spatial - 1]
+    zero = [0] * spatial
+    return build(plain, source, weight, bias, stride, zero, dilation, groups)
+
+
+#: Rewritten where an operand at one of the positions comes from parameters alone.
+REWRITES: dict[Any, tuple[Rewrite, tuple[int, ...]]] = {
+    aten.layer_norm.default: (_layer_norm, (2, 3)),
+    aten.rms_norm.default: (_rms_norm, (2,)),
+    aten.group_norm.default: (_group_norm, (2, 3)),
+    aten.batch_norm.default: (_batch_norm, (1, 2)),
+    aten.instance_norm.default: (_batch_norm, (1, 2)),
+    aten.prelu.default: (_prelu, (1,)),
+    aten._prelu_kernel.default: (_prelu, (1,)),
+    aten.bilinear.default: (_bilinear, (2, 3)),
+    aten.addmm.default: (_added_product, (0, 1, 2)),
+    aten.addmv.default: (_added_product, (0, 1, 2)),
+    aten.baddbmm.default: (_added_product, (0, 1, 2)),
+    aten.scaled_dot_product_attention.default: (_attention, (3,)),
+    aten.index.Tensor: (_index, (0,)),
+    **dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), (_padded_convolution, (1, 2))),
+}
+
+#: The same for ops with several outputs. Dropout is rewritten always.
+ITEM_REWRITES: dict[Any, tuple[ItemRewrite, tuple[int, ...]]] = {
+    aten.native_layer_norm.default: (_native_layer_norm, (2, 3)),
+    **dict.fromkeys(
+        (
+            aten.native_group_norm.default,
+            aten._native_batch_norm_legit_functional.default,
+            aten._native_batch_norm_legit_no_training.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten.native_batch_norm.default,
+        ),
+        (_norm_of_channels, (1, 2)),
+    ),
+    aten.native_dropout.default: (_dropout, ()),
+}
+
+#: Positions of an argument that, where present, makes the op draw random numbers.
+RANDOM_ARGUMENT = {aten.scaled_dot_product_attention.default: 4}

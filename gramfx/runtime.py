@@ -1,0 +1,131 @@
+"""Running a lowered program as part of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule, Interpreter, Node
+
+from gramfx.captured import Captured
+from gramfx.graph import named, placeholders, value
+from gramfx.pipeline import Lowering
+from gramfx.program import Program
+from gramfx.torch_compat import compile_graph, fake_mode_of, trace
+
+Runnable = Callable[..., Any]
+
+
+@dataclass
+class Compiled:
+    """One lowered capture, ready to run on the tensors of its slots.
+
+    Its gradient graph, ``(*slots, *random draws, weights) -> gradients``, is made at the first backward.
+    """
+
+    captured: Captured
+    lowering: Lowering
+    use_inductor: bool
+    run: Runnable = field(init=False)
+    learned: tuple[int, ...] = field(init=False)
+    _gradient: Runnable | None = None
+
+    def __post_init__(self) -> None:
+        graph_module = self.lowering.stages["lowered"]
+        self.run = self._runnable(graph_module)
+        inputs = placeholders(graph_module)
+        self.learned = tuple(index for index, node in enumerate(inputs) if "parameter" in node.meta)
+
+    def _runnable(self, graph_module: GraphModule) -> Runnable:
+        if not self.use_inductor:
+            return graph_module
+        return compile_graph(graph_module, random=bool(self.lowering.draws))
+
+    def __call__(self, program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
+        tensors = self.captured.fetch(program, inputs)
+        parameters = [tensors[index] for index in self.learned]
+        return _Objectives.apply(self, tensors, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+    @property
+    def gradient(self) -> Runnable:
+        """The replayed backward, made when first asked for."""
+        if self._gradient is None:
+            self._gradient = self._runnable(gradient_graph(self.lowering))
+        return self._gradient
+
+
+class _Objectives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compiled: Compiled, tensors: list[Tensor], *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        given = [tensor.detach() for tensor in tensors]
+        with torch.no_grad():
+            # Inductor takes strides for granted; a graph run op by op is given the same for one behaviour of both.
+            objectives, gramian, *rest = compiled.run(*(tensor.contiguous() for tensor in given))
+            mutated = compiled.captured.mutated
+            before = {index: given[index].clone() for index in mutated}
+            for index, new in zip(mutated, rest, strict=False):
+                given[index].copy_(new)
+        kept = [before.get(index, tensor) for index, tensor in enumerate(tensors)]
+        ctx.compiled, ctx.count = compiled, len(kept)
+        ctx.save_for_backward(*kept, *rest[len(mutated) :])
+        ctx.mark_non_differentiable(gramian)
+        return objectives, gramian
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Any, ...]:
+        saved = [tensor.detach().contiguous() for tensor in ctx.saved_tensors]
+        with torch.no_grad():
+            gradients = ctx.compiled.gradient(*saved, weights.contiguous())
+        return (None, None, *gradients)
+
+
+class _Replayed(Interpreter):
+    """Runs a graph with some of its nodes' values given."""
+
+    def __init__(self, graph_module: GraphModule, given: dict[Node, Any]) -> None:
+        super().__init__(graph_module)
+        self.given = given
+
+    def run_node(self, n: Node) -> Any:
+        return self.given[n] if n in self.given else super().run_node(n)
+
+
+def gradient_graph(lowering: Lowering) -> GraphModule:
+    """``(*slots, *random draws, weights) -> Jᵀ weights`` for each trainable slot, zeros where nothing depends on it."""
+    graph_module = lowering.stages["canonical"]
+    inputs = placeholders(graph_module)
+    learned = [index for index, node in enumerate(inputs) if "parameter" in node.meta]
+    nodes = named(lowering.stages["separated"])
+    drawn = [named(graph_module)[name] for name in lowering.draws]
+    fakes = [value(node) for node in (*inputs, *drawn)]
+    with fake_mode_of(graph_module):
+        weights = torch.empty_like(value(_objectives(graph_module)))
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        *given, seed = tensors
+        leaves = [t.detach() for t in given[: len(inputs)]]
+        for index in learned:
+            leaves[index].requires_grad_()
+        with torch.enable_grad():
+            replay = _Replayed(graph_module, dict(zip(drawn, given[len(inputs) :], strict=True)))
+            objectives = replay.run(*leaves)[0]
+            wanted = [leaves[index] for index in learned]
+            if not objectives.requires_grad:
+                return [torch.zeros_like(leaf) for leaf in wanted]
+            found = torch.autograd.grad(objectives, wanted, seed, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
+
+    assert nodes
+    return trace(run, [*fakes, weights])
+
+
+def _objectives(graph_module: GraphModule) -> Node:
+    from gramfx.graph import results
+
+    return results(graph_module)[0]

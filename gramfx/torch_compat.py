@@ -1,0 +1,187 @@
+"""Every private or version-dependent use of torch, in one place. Checked with torch 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._decomp
+import torch.export
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InputKind",
+    "OutputKind",
+    "ambient_state",
+    "compile_graph",
+    "export_program",
+    "fake_batch_size",
+    "fake_mode_of",
+    "functionalized",
+    "is_symbolic",
+    "jagged",
+    "new_fake_inputs",
+    "pytree",
+    "trace",
+    "tracing_quirks",
+]
+
+aten = torch.ops.aten
+
+#: What torch raises when Python needs a value that only running the model would tell.
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+_RECURRENT = (
+    aten.lstm.input,
+    aten.gru.input,
+    aten.rnn_tanh.input,
+    aten.rnn_relu.input,
+)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is still a symbol, not a number."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def jagged(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a nested tensor of any layout."""
+    return tensor.is_nested
+
+
+def ambient_state() -> tuple[Any, ...]:
+    """The global settings that a capture bakes in: autocast and the default dtype."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    return (*autocast, torch.get_default_dtype())
+
+
+def fake_batch_size(graph_module: GraphModule) -> Any:
+    """The symbol of the batch, read off the first input that has one."""
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and node.meta.get("batch_dim") is not None:
+            return node.meta["val"].shape[node.meta["batch_dim"]]
+    return None
+
+
+@contextlib.contextmanager
+def tracing_quirks() -> Iterator[None]:
+    """What torch 2.13 needs to trace right.
+
+    The decomposition of ``nll_loss`` takes other arguments than the op and gives its result the wrong fake shape;
+    einsum with three operands asks opt_einsum for a path and specialises the batch.
+    """
+    table = torch._decomp.decomposition_table
+    wrong = [aten.nll_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default]
+    held = {op: table.pop(op) for op in wrong if op in table}
+    path_search = torch.backends.opt_einsum.enabled
+    torch.backends.opt_einsum.enabled = False
+    try:
+        with warnings.catch_warnings():
+            # The model's own warnings were shown by its eager run; the rest is torch about torch.
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.opt_einsum.enabled = path_search
+        table.update(held)
+
+
+def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> Any:
+    """``torch.export`` of ``program(*tensors)``: functional, whole ATen ops, recurrent layers unrolled into linear.
+
+    With ``dynamic`` the dims named in ``batch_dims`` share one symbol.
+    """
+    batch = torch.export.Dim("batch", min=2)
+    shapes = tuple({} if dim is None else {dim: batch} for dim in batch_dims)
+    with tracing_quirks():
+        exported = torch.export.export(
+            program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
+        )
+        _keep_stop_gradients(exported.graph_module)
+        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT))
+
+
+def _keep_stop_gradients(graph_module: GraphModule) -> None:
+    """Detach what comes out of ``no_grad`` regions: inlining them later forgets that they were."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and isinstance(held := getattr(graph_module, str(node.target), None), GraphModule):
+            _keep_stop_gradients(held)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for item in [user for user in node.users if user.target.__name__ == "getitem"]:
+                with graph.inserting_after(item):
+                    stopped = graph.call_function(aten.detach.default, (item,))
+                stopped.meta = dict(item.meta)
+                item.replace_all_uses_with(stopped, delete_user_cb=lambda user, keep=stopped: user is not keep)
+    graph_module.recompile()
+
+
+def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode:
+    """The mode that made the fake values of a graph."""
+    for node in graph_module.graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Tensor]:
+    """Fakes of ``tensors``, outside export: static, or with one symbol for the batch."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=True))
+    made = []
+    for tensor, dim in zip(tensors, batch_dims, strict=True):
+        sizes = [DimDynamic.STATIC] * tensor.dim()
+        if dynamic and dim is not None:
+            sizes[dim] = DimDynamic.DUCK
+        made.append(mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)))
+    return made
+
+
+def trace(function: Callable[..., Any], fakes: Sequence[Any], *, stack_traces: bool = False) -> GraphModule:
+    """The ATen graph, below autograd, of ``function`` on the fake tensors ``fakes``."""
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), FakeTensorMode())
+    with tracing_quirks(), mode, preserve_node_meta():
+        made = make_fx(
+            function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces
+        )(*fakes)
+    return made
+
+
+def functionalized(graph_module: GraphModule, fakes: Sequence[Any]) -> GraphModule:
+    """The same graph without in-place ops; changes of its inputs are copies at its end."""
+    schemas = [getattr(node.target, "_schema", None) for node in graph_module.graph.nodes]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
+        return graph_module
+    with torch.no_grad():
+        return trace(torch.func.functionalize(Interpreter(graph_module).run, remove="mutations"), fakes)
+
+
+def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., Any]:
+    """Inductor's compilation of a flat ATen graph; ``random`` keeps torch's own random number generator."""
+    from torch._inductor.compile_fx import compile_fx
+
+    fakes = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    options = {"fallback_random": True} if random else {}
+    with torch.no_grad(), tracing_quirks(), warnings.catch_warnings():
+        # Inductor warns of the machine (no online softmax, few cores), not of the graph.
+        warnings.filterwarnings("ignore", module=r"torch\._inductor\..*")
+        return compile_fx(graph_module, fakes, config_patches=options or None)

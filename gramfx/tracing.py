@@ -1,0 +1,167 @@
+"""Capture by tracing below autograd: for models that differentiate inside their own forward."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
+from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError, GramfxError
+from gramfx.program import Call, Program
+from gramfx.torch_compat import DATA_DEPENDENT, functionalized, new_fake_inputs, pytree, trace
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("gramfx::stop_gradient", mutates_args=())
+def stop_gradient(tensor: Tensor) -> Tensor:
+    """A copy that no gradient passes: marks where the user's code stopped one."""
+    return tensor.clone()
+
+
+@stop_gradient.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+@stop_gradient.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, int | None]:
+    return stop_gradient(tensor), in_dims[0]
+
+
+stop_gradient.register_autograd(lambda ctx, gradient: None)
+
+
+class _MarkStops(TorchFunctionMode):
+    """Puts :func:`stop_gradient` where an output lost the gradient that an input had."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = function(*args, **(kwargs or {}))
+        if not any(tensor.requires_grad for tensor in given):
+            return result
+
+        def mark(leaf: Any) -> Any:
+            stopped = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.requires_grad
+            return stop_gradient(leaf) if stopped and not any(leaf is tensor for tensor in given) else leaf
+
+        return pytree.tree_map(mark, result)
+
+
+def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
+    """Capture by running the program on fake tensors, recording below autograd. Raises whatever torch raises."""
+    state = [*program.named_parameters(), *program.named_buffers()]
+    own, loose = list(call.tensors), list(program.loose)
+    dims = [*(None for _ in state), *call.batch_dims, *(None for _ in loose)]
+    real = [*(tensor for _, tensor in state), *own, *loose]
+    fakes = new_fake_inputs(real, dims, dynamic)
+    names = [name for name, _ in state]
+
+    def run(*tensors: Tensor) -> Tensor:
+        leaves = [t.detach().requires_grad_(r.requires_grad) for t, r in zip(tensors, real, strict=True)]
+        with _MarkStops():
+            return torch.func.functional_call(
+                program, dict(zip(names, leaves[: len(names)], strict=True)), tuple(leaves[len(names) :])
+            )
+
+    graph_module = functionalized(trace(run, fakes, stack_traces=True), fakes)
+    _only_users_stops(graph_module)
+    slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]
+    slots += [slot_of_input(index, call) for index in range(len(own) + len(loose))]
+    outputs = _separate_mutations(graph_module)
+    return normal_form(graph_module, slots, outputs, program, call, method="trace")
+
+
+def _only_users_stops(graph_module: GraphModule) -> None:
+    """Autograd detaches what it saved, which is no stop of the user's; those are marked."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in graph.nodes:
+        if node.target is torch.ops.gramfx.stop_gradient.default:
+            node.target = aten.detach.default
+    graph_module.recompile()
+
+
+def _separate_mutations(graph_module: GraphModule) -> list[int | None]:
+    """Turn trailing copies into placeholders into outputs; say which placeholder each output renews."""
+    graph = graph_module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    copies = [node for node in graph.nodes if node.target is aten.copy_.default]
+    output = next(node for node in graph.nodes if node.op == "output")
+    objectives = output.args[0]
+    renewed: list[int | None] = []
+    values: list[Node] = []
+    for copy in copies:
+        if copy.args[0] not in placeholders:
+            raise CaptureError("an in-place operation could not be made functional", got=str(copy))
+        renewed.append(placeholders.index(copy.args[0]))
+        values.append(copy.args[1])
+        copy.replace_all_uses_with(copy.args[1])
+        graph.erase_node(copy)
+    output.args = ((objectives, *values),)
+    return [None, *renewed]
+
+
+@contextlib.contextmanager
+def refuse_custom_functions() -> Iterator[None]:
+    """Raise :class:`CustomFunctionError` where a hand-written autograd Function runs: captures lose its backward."""
+
+    def refuse(cls: type, *_: Any, **__: Any) -> Any:
+        raise CustomFunctionError(
+            "the model runs a hand-written torch.autograd.Function, whose backward a graph would lose",
+            expected="differentiable torch operations",
+            got=f"{cls.__module__}.{cls.__qualname__}",
+            where=user_frame(traceback.extract_stack()),
+            remedy="write it with torch operations, using detach() for a straight-through gradient",
+        )
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        yield
+
+
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """The innermost frame outside torch and gramfx, as ``file.py:12 in forward: code``."""
+    for frame in reversed(frames):
+        if "/torch/" not in frame.filename and "/gramfx/" not in frame.filename and frame.filename[0] != "<":
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return None
+
+
+def explain(failures: Sequence[Exception]) -> GramfxError:
+    """The error to show when every way of capturing failed."""
+    for failure in failures:
+        if isinstance(failure, DATA_DEPENDENT):
+            return DataDependentError(
+                "the model's control flow or shapes depend on tensor values",
+                expected="a graph that is the same for all values",
+                got=_first_line(failure),
+                where=user_frame(traceback.extract_tb(failure.__traceback__)),
+                remedy="use torch.where, masks or fixed shapes instead of Python branches, .item() and nonzero()",
+            )
+    first = failures[0]
+    if isinstance(first, GramfxError):
+        return first
+    return CaptureError(
+        "the model could not be captured as a graph",
+        expected="a model that torch.export or tracing can follow",
+        got=f"{type(first).__name__}: {_first_line(first)}",
+        where=user_frame(traceback.extract_tb(first.__traceback__)),
+        remedy="move what torch cannot follow out of the model, or write it with torch operations",
+    )
+
+
+def _first_line(failure: Exception) -> str:
+    return next((line for line in str(failure).splitlines() if line.strip()), type(failure).__name__)

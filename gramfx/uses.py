@@ -1,0 +1,223 @@
+"""The uses of a separated graph: what each needs from the backward pass, and the term it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gramfx.axes import Loc, Value
+from gramfx.forms import Form, FormFactor, OneHot, Windows
+from gramfx.graph import named, output_node, value
+from gramfx.provenance import differentiable
+from gramfx.rules.pullbacks import Spelling, pull_back
+from gramfx.rules.uses import form_of
+from gramfx.terms import SAMPLE, SYMBOLIC, Factor, Term
+from gramfx.torch_compat import is_symbolic
+
+
+class StaticBatchNeeded(Exception):
+    """A symbolic batch cannot be kept; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How objectives are rows: ``m = before * batch * after`` in row-major order.
+
+    Where no batch is known, ``before`` counts them all and ``batched`` is false.
+    """
+
+    before: int
+    after: int
+    batched: bool
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use. ``taps``: the nodes whose cotangents it needs; ``coupled``: whether one per objective of all samples.
+
+    ``form`` is ``None`` where only the one-node fallback is exact.
+    """
+
+    clone: Node
+    op: Node
+    operand: Node
+    taps: tuple[Node, ...]
+    coupled: bool
+    form: Form | None
+
+    @property
+    def parameter_value(self) -> Node:
+        """The parameter, or the function of parameters, that is used."""
+        return self.clone.all_input_nodes[0]
+
+    @property
+    def needed(self) -> tuple[Node, ...]:
+        """The forward values that its gradient is made from, besides cotangents."""
+        if self.form is None:
+            return tuple(self.op.all_input_nodes)
+        return tuple(factor.node for factor in self.form.factors if factor.node is not None)
+
+
+def uses_of(graph_module: GraphModule, coupled: Collection[Node], rows: Rows) -> list[Use]:
+    """All uses in program order. The graph is separated and its axes are traced."""
+    nodes = named(graph_module)
+    output = output_node(graph_module)
+    return [
+        _use(node, nodes[node.meta["use"]["op"]], nodes[node.meta["use"]["operand"]], output, coupled, rows)
+        for node in graph_module.graph.nodes
+        if "use" in node.meta
+    ]
+
+
+def _use(clone: Node, op: Node, operand: Node, output: Node, coupled: Collection[Node], rows: Rows) -> Use:
+    if op is output:
+        dims = tuple((f"d{i}",) for i in range(value(clone).dim()))
+        return Use(clone, op, operand, (clone,), True, Form("operand", (FormFactor(None, dims),), dims, dims))
+    outs = _outputs(op)
+    known = [out.meta["axes"] for out in outs]
+    together = not rows.batched or any(
+        out in coupled or axes.batch is None for out, axes in zip(outs, known, strict=True)
+    )
+    form = form_of(op, operand) if len(outs) == 1 else None
+    if form is not None and not together and not _fits(form, known[0]):
+        form = None
+    taps = tuple(outs) if form is None or form.tap == "output" else (operand,)
+    return Use(clone, op, operand, taps, together or op in coupled, form)
+
+
+def _outputs(op: Node) -> list[Node]:
+    """The differentiable outputs of an op that somebody reads."""
+    found = list(op.users) if isinstance(value(op), (tuple, list)) else [op]
+    return [node for node in found if differentiable(value(node))]
+
+
+def _fits(form: Form, out: Value) -> bool:
+    """Whether the batch sits in one plain label of the form, in the same place in every factor that has it."""
+    assert out.batch is not None
+    label = form.output[out.batch.dim]
+    if len(label) != 1 or not isinstance(out.batch.inner, int):
+        return False
+    if not any(label in factor.dims for factor in form.factors):
+        return False
+    return all(_agrees(factor, label, out.batch) for factor in form.factors if factor.node is not None)
+
+
+def _agrees(factor: FormFactor, label: tuple[str, ...], batch: Loc) -> bool:
+    assert factor.node is not None
+    own = factor.node.meta["axes"].batch
+    return own is None or (factor.dims[own.dim] == label and own.inner == batch.inner)
+
+
+# ---------------------------------------------------------------- terms
+
+
+def term_of(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> tuple[Node | None, Term, tuple[Node | None, ...]]:
+    """The parameter, the term, and the node behind each factor (``None``: the cotangent).
+
+    The parameter is ``None`` where the value used is more than a view of one: the term is then the value's.
+    """
+    assert use.form is not None
+    spelled = _Axes(use, rows, batch_size)
+    factors = [spelled.factor(index, factor) for index, factor in enumerate(use.form.factors)]
+    spelling = Spelling([spelled.dim(labels) for labels in use.form.parameter], spelled.sizes)
+    source = _pulled(use.parameter_value, spelling)
+    parameter = tuple(axis for dim in spelling.dims for axis in dim)
+    factors = [dataclasses.replace(f, axes=_taken_apart(f.axes, spelling.splits)) for f in factors]
+    term = Term(use.clone.name, spelled.rows, tuple(factors), parameter, dict(spelling.sizes), dict(spelling.slices))
+    nodes = tuple(factor.node for factor in use.form.factors)
+    return source, term, nodes
+
+
+def _pulled(node: Node, spelling: Spelling) -> Node | None:
+    """Pull back to the parameter; where that fails the spelling stays at ``node``."""
+    kept = ([list(dim) for dim in spelling.dims], dict(spelling.sizes))
+    source = pull_back(node, spelling)
+    if source is None:
+        spelling.dims, spelling.sizes = kept
+        spelling.slices, spelling.splits = {}, {}
+    return source
+
+
+def _taken_apart(axes: tuple[str, ...], splits: dict[str, list[str]]) -> tuple[str, ...]:
+    found: list[str] = []
+    for axis in axes:
+        found.extend(_taken_apart(tuple(splits[axis]), splits) if axis in splits else (axis,))
+    return tuple(found)
+
+
+class _Axes:
+    """Turns the labels of a form into axes of a term."""
+
+    def __init__(self, use: Use, rows: Rows, batch_size: int | torch.SymInt) -> None:
+        assert use.form is not None
+        self.use, self.form = use, use.form
+        self.sizes: dict[str, int] = {}
+        self.names: dict[str, tuple[str, ...]] = {}
+        self.rows = self._row_axes(rows, batch_size)
+        batch = None if use.coupled else self._batch()
+        parameter = {label for labels in use.form.parameter for label in labels}
+        for factor in use.form.factors:
+            for labels, size in zip(factor.dims, self._shape(factor), strict=True):
+                for label, extent in self._extents(labels, size):
+                    if label not in self.names:
+                        self._name(label, extent, "p" if label in parameter else "t", batch, batch_size)
+
+    def _row_axes(self, rows: Rows, batch_size: int | torch.SymInt) -> tuple[str, ...]:
+        if self.use.coupled:
+            count = rows.before * rows.after * (int(batch_size) if rows.batched else 1)
+            parts = {"k0": count}
+        else:
+            parts = {"k0": rows.before, SAMPLE: SYMBOLIC if is_symbolic(batch_size) else int(batch_size), "k1": rows.after}
+        self.sizes |= {axis: size for axis, size in parts.items() if size != 1 or axis == SAMPLE}
+        return tuple(axis for axis in parts if axis in self.sizes)
+
+    def _batch(self) -> tuple[str, Loc]:
+        loc = self.use.op.meta["axes"].batch if isinstance(self.use.op.meta["axes"], Value) else None
+        assert loc is not None
+        return self.form.output[loc.dim][0], loc
+
+    def _shape(self, factor: FormFactor) -> tuple[int | torch.SymInt, ...]:
+        node = factor.node if factor.node is not None else self.use.taps[0]
+        shape = tuple(value(node).shape)
+        if isinstance(factor.view, Windows):
+            return (*shape[:2], *factor.view.out, *factor.view.kernel)
+        return (*shape, factor.view.classes) if isinstance(factor.view, OneHot) else shape
+
+    def _extents(self, labels: tuple[str, ...], size: int | torch.SymInt) -> list[tuple[str, int | torch.SymInt]]:
+        known = dict(self.form.sizes)
+        return [(labels[0], size)] if len(labels) == 1 else [(label, known[label]) for label in labels]
+
+    def _name(
+        self, label: str, size: int | torch.SymInt, kind: str, batch: tuple[str, Loc] | None, total: int | torch.SymInt
+    ) -> None:
+        if batch is None or label != batch[0]:
+            self.names[label] = (self._axis(kind, size),)
+            return
+        inner = int(batch[1].inner)
+        outer = int(size // (total * inner))
+        made = [self._axis(kind, outer)] if outer > 1 else []
+        made.append(SAMPLE)
+        made += [self._axis(kind, inner)] if inner > 1 else []
+        self.names[label] = tuple(made)
+
+    def _axis(self, kind: str, size: int | torch.SymInt) -> str:
+        if is_symbolic(size):
+            raise StaticBatchNeeded(f"an extent of {self.use.op} depends on the batch size")
+        name = f"{kind}{len(self.sizes)}"
+        self.sizes[name] = int(size)
+        return name
+
+    def dim(self, labels: tuple[str, ...]) -> list[str]:
+        """The axes of one dim."""
+        return [axis for label in labels for axis in self.names[label]]
+
+    def factor(self, index: int, factor: FormFactor) -> Factor:
+        """The factor with axes; a cotangent has those of the objectives first."""
+        axes = [axis for labels in factor.dims for axis in self.dim(labels)]
+        lead = [axis for axis in self.rows if axis != SAMPLE] if factor.node is None else []
+        return Factor(index, (*lead, *axes), factor.view)
+

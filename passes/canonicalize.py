@@ -1,0 +1,60 @@
+"""Parameters meet data in a small set of bilinear and pointwise ops; random draws stand alone."""
+
+from __future__ import annotations
+
+import copy
+import torch
+from torch.fx import GraphModule, Node
+
+from gramfx.graph import Builder
+from gramfx.provenance import Provenance, provenance
+from gramfx.rules.rewrites import ITEM_REWRITES, RANDOM_ARGUMENT, REWRITES
+
+aten = torch.ops.aten
+
+
+def canonicalize(graph_module: GraphModule) -> GraphModule:
+    """Split affine norms, biases with factors, PReLU, Bilinear and their like where they read parameters.
+
+    Dropout becomes a mask, drawn with the same random numbers, and a product, so that a later replay can be given the
+    mask. Not bitwise exact: the split ops round once more.
+    """
+    graph_module = copy.deepcopy(graph_module)
+    known = provenance(graph_module)
+    for node in list(graph_module.graph.nodes):
+        if node.target in REWRITES and _concerned(node, REWRITES[node.target][1], known):
+            _replace(node, REWRITES[node.target][0](node, Builder(node)))
+        elif node.target in ITEM_REWRITES and _concerned(node, ITEM_REWRITES[node.target][1], known):
+            for item in [user for user in node.users if user.args[1] == 0]:
+                _replace(item, ITEM_REWRITES[node.target][0](node, item, Builder(item.next)))
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    return graph_module
+
+
+def _concerned(node: Node, positions: tuple[int, ...], known: Provenance) -> bool:
+    """Whether an op that sees data reads a parameter value at one of the positions, or draws random numbers."""
+    drawing = RANDOM_ARGUMENT.get(node.target)
+    if node.target is aten.native_dropout.default or drawing is not None and len(node.args) > drawing and node.args[drawing]:
+        return True
+    operands = [node.args[position] for position in positions if position < len(node.args)]
+    operands += [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
+    return node in known.data and any(operand in known.parameter_values for operand in operands)
+
+
+def _replace(node: Node, made: Node | None) -> None:
+    """Let all read ``made`` but the nodes that it is made of."""
+    if made is not None:
+        inner = _between(node, made)
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inner)
+
+
+def _between(node: Node, made: Node) -> set[Node]:
+    found: set[Node] = set()
+    pending = [made]
+    while pending:
+        current = pending.pop()
+        if current not in found and current is not node and current.op == "call_function":
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return found

@@ -1,0 +1,256 @@
+"""The forward graph with the cotangent of every use; no weight gradient is computed.
+
+The joint graph is traced once with one cotangent of the objectives and cut where nodes start to depend on it. The
+part behind the cut is linear in the cotangent: it is repeated, by ``vmap`` or by a loop, for as many as are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gramfx.errors import VerificationError
+from gramfx.graph import inline, named, placeholders, rename, results, value
+from gramfx.provenance import is_random
+from gramfx.torch_compat import fake_mode_of, is_symbolic, pytree, trace
+from gramfx.uses import Rows
+
+@dataclass
+class Joint:
+    """The joint graph and where to find things in it, by name.
+
+    ``cotangents`` maps the name of a tapped forward node to joint nodes: ``single`` for one cotangent per objective of
+    a sample, ``full`` for one per objective of all. ``forward`` maps forward nodes to joint nodes.
+    """
+
+    graph_module: GraphModule
+    rows: Rows
+    single: dict[str, str] = field(default_factory=dict)
+    full: dict[str, str] = field(default_factory=dict)
+    forward: dict[str, str] = field(default_factory=dict)
+    mutated: int = 0
+    random: list[str] = field(default_factory=list)
+
+
+def differentiate(
+    graph_module: GraphModule, rows: Rows, single: Sequence[Node], full: Sequence[Node], needed: Sequence[Node]
+) -> Joint:
+    """Add the cotangents of the nodes ``single`` and ``full``; keep the forward values ``needed``.
+
+    single: nodes that one backward pass per objective of a sample serves, cotangents ``[K, *shape]`` (``K = before *
+    after``; no leading dim where it is 1). full: nodes that need one pass per objective, cotangents ``[m, *shape]``.
+    Nodes that no gradient reaches have no entry in the result. Exact up to the order of summation.
+    """
+    taps = list(dict.fromkeys([*single, *full]))
+    draws = [node for node in graph_module.graph.nodes if is_random(node)]
+    keep = list(dict.fromkeys([*results(graph_module), *needed, *_drawn(draws)]))
+    # The fused attention has no batching rule for its backward.
+    several = bool(full) or rows.before * rows.after > 1
+    with sdpa_kernel(SDPBackend.MATH) if several else contextlib.nullcontext():
+        traced, reached = _trace_once(graph_module, taps, keep)
+    tangent = placeholders(traced)[-1]
+    behind = _depends_on(traced, tangent)
+    returned = results(traced)
+    forward = {node.name: returned[i].name for i, node in enumerate(keep) if isinstance(returned[i], Node)}
+    tapped = dict(zip(reached, returned[len(keep) :], strict=True))
+    graph, mapping = _forward_half(traced, behind, tangent)
+    joint = Joint(GraphModule(torch.nn.Module(), graph), rows, random=[node.name for node in _drawn(draws)])
+    at = named(traced)
+    for name, place in forward.items():
+        if mapping[at[place]].op == "call_function":
+            rename(mapping[at[place]], name)
+        joint.forward[name] = mapping[at[place]].name
+    joint.mutated = len(results(graph_module)) - 1
+    objectives = value(results(graph_module)[0])
+    outputs = [named(joint.graph_module)[joint.forward[node.name]] for node in results(graph_module)]
+    for part, nodes, store in (("single", single, joint.single), ("full", full, joint.full)):
+        wanted = [node for node in nodes if node in tapped]
+        if wanted:
+            back = _backward_half(traced, behind, tangent, [tapped[node] for node in wanted])
+            seeds = _seeds(rows if part == "single" else Rows(math.prod(objectives.shape), 1, False))
+            outputs += _append(joint.graph_module, back, mapping, seeds, wanted, store, outputs[0])
+    kept = [named(joint.graph_module)[name] for name in joint.forward.values()]
+    joint.graph_module.graph.output((*outputs, *kept))
+    joint.graph_module.graph.eliminate_dead_code()
+    joint.graph_module.recompile()
+    return joint
+
+
+def _drawn(draws: Sequence[Node]) -> list[Node]:
+    """The tensors that random ops drew: the nodes themselves, or the items read of those with several outputs."""
+    return [item for node in draws for item in (node.users if isinstance(value(node), (tuple, list)) else [node])]
+
+
+class _Tapped(Interpreter):
+    """Runs the forward; the values of taps become leaves or stay, so that their cotangents can be asked for."""
+
+    def __init__(self, graph_module: GraphModule, taps: Sequence[Node], keep: Sequence[Node]) -> None:
+        super().__init__(graph_module)
+        self.taps, self.keep = set(taps), set(keep)
+        self.values: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.taps and not result.requires_grad:
+            result = result.detach().requires_grad_()
+        if n in self.taps or n in self.keep:
+            self.values[n] = result
+        return result
+
+
+def _trace_once(graph_module: GraphModule, taps: list[Node], keep: list[Node]) -> tuple[GraphModule, list[Node]]:
+    """``(*inputs, tangent) -> (*kept values, *cotangents of the taps that a gradient reaches)``."""
+    fakes = [value(node) for node in placeholders(graph_module)]
+    reached: list[Node] = []
+
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        *inputs, tangent = arguments
+        with torch.enable_grad():
+            tapped = _Tapped(graph_module, taps, keep)
+            tapped.run(*(_constant(argument) for argument in inputs))
+            objectives = tapped.values[keep[0]]
+            tensors = [tapped.values[node] for node in taps]
+            found = _cotangents(objectives, tensors, tangent)
+        reached[:] = [node for node, cotangent in zip(taps, found, strict=True) if cotangent is not None]
+        kept = [pytree.tree_map(_constant, tapped.values[node]) for node in keep]
+        return (*kept, *(cotangent for cotangent in found if cotangent is not None))
+
+    with fake_mode_of(graph_module):
+        seed = torch.ones_like(value(keep[0]).detach())
+    traced = _without_stops(trace(run, [*fakes, seed]))
+    for node, source in zip(placeholders(traced), placeholders(graph_module), strict=False):
+        rename(node, source.name)
+        node.target = node.name
+        node.meta.update({key: held for key, held in source.meta.items() if key != "val"})
+    return traced, reached
+
+
+def _without_stops(traced: GraphModule) -> GraphModule:
+    """Nothing is differentiated after this, so no gradient needs to be stopped."""
+    for node in list(traced.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    return traced
+
+
+def _cotangents(objectives: Tensor, tensors: list[Tensor], tangent: Tensor) -> Sequence[Tensor | None]:
+    if not objectives.requires_grad or not tensors:
+        return [None] * len(tensors)
+    return torch.autograd.grad(objectives, tensors, tangent, allow_unused=True)
+
+
+def _constant(held: Any) -> Any:
+    return held.detach() if isinstance(held, Tensor) else held
+
+
+def _depends_on(graph_module: GraphModule, source: Node) -> set[Node]:
+    behind = {source}
+    for node in graph_module.graph.nodes:
+        if node.op != "output" and any(read in behind for read in node.all_input_nodes):
+            behind.add(node)
+    return behind
+
+
+def _forward_half(traced: GraphModule, behind: set[Node], tangent: Node) -> tuple[Graph, dict[Node, Node]]:
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    for node in traced.graph.nodes:
+        if node not in behind and node.op != "output":
+            mapping[node] = graph.node_copy(node, lambda argument: mapping[argument])
+    return graph, mapping
+
+
+def _backward_half(
+    traced: GraphModule, behind: set[Node], tangent: Node, wanted: Sequence[Node]
+) -> tuple[GraphModule, list[Node]]:
+    """``(tangent, *residuals) -> wanted``, and the residuals as nodes of ``traced``."""
+    needed = _ancestors(wanted) & behind
+    ordered = [node for node in traced.graph.nodes if node in needed]
+    read = {source for node in ordered for source in node.all_input_nodes} | (set(wanted) - behind)
+    residuals = [node for node in traced.graph.nodes if node in read - behind]
+    graph = Graph()
+    mapping = {tangent: graph.placeholder("tangent")}
+    for node in residuals:
+        mapping[node] = graph.placeholder(node.name)
+    for node in ordered:
+        if node is not tangent:
+            mapping[node] = graph.node_copy(node, lambda argument: mapping[argument])
+    graph.output(tuple(mapping[node] for node in wanted))
+    return GraphModule(torch.nn.Module(), graph), residuals
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+Seeds = Callable[[Tensor], Tensor]
+
+
+def _seeds(rows: Rows) -> Seeds:
+    """From the objectives to the cotangents to pull back, ``[K, *objectives.shape]``: ones at one objective a sample."""
+
+    def make(objectives: Tensor) -> Tensor:
+        count = rows.before * rows.after
+        unit = torch.eye(count, dtype=objectives.dtype, device=objectives.device)
+        if not rows.batched:
+            return unit.reshape(count, *objectives.shape)
+        batch = objectives.numel() // count
+        unit = unit.reshape(count, rows.before, 1, rows.after)
+        return unit.expand(count, rows.before, batch, rows.after).reshape(count, *objectives.shape)
+
+    return make
+
+
+def _append(
+    joint: GraphModule,
+    back: tuple[GraphModule, list[Node]],
+    mapping: dict[Node, Node],
+    seeds: Seeds,
+    wanted: Sequence[Node],
+    store: dict[str, str],
+    objectives: Node,
+) -> list[Node]:
+    """Trace the backward half for all seeds and put it behind the forward one."""
+    half, residuals = back
+    inputs = [objectives, *(mapping[node] for node in residuals)]
+
+    def run(values: Tensor, *held: Any) -> Sequence[Tensor]:
+        tangents = seeds(values)
+        if tangents.shape[0] == 1:
+            return half(tangents[0], *held)
+        if any(is_symbolic(size) for size in values.shape):
+            each = [half(tangent, *held) for tangent in tangents.unbind()]
+            return [torch.stack(one) for one in zip(*each, strict=True)]
+        return list(torch.vmap(half, in_dims=(0, *(None for _ in held)))(tangents, *held))
+
+    with torch.no_grad():
+        inner = trace(run, [value(node) for node in inputs])
+    made = inline(joint.graph, inner, inputs)
+    for node, cotangent in zip(wanted, made, strict=True):
+        rename(cotangent, f"{node.name}_cotangent")
+        store[node.name] = cotangent.name
+    return made
+
+
+def verify_joint(joint: Joint) -> None:
+    """Raise :class:`VerificationError` where a cotangent lost its node or a symbolic batch its symbol."""
+    nodes = named(joint.graph_module)
+    for name in (*joint.single.values(), *joint.full.values(), *joint.forward.values()):
+        if name not in nodes:
+            raise VerificationError("the joint graph lost a node", got=name)

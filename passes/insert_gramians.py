@@ -1,0 +1,193 @@
+"""One symbolic ``gramfx::gramian`` node per parameter; their sum is the Gramian."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from gramfx import ops
+from gramfx.errors import VerificationError
+from gramfx.fallback import inputs_behind, parameters_behind, rows_of_node, rows_through
+from gramfx.forms import OneHot
+from gramfx.graph import Builder, inline, named, output_node, rename, results, value
+from gramfx.terms import SAMPLE, Factor, ParameterTerms, Term
+from gramfx.torch_compat import is_symbolic, trace
+from gramfx.uses import Rows, StaticBatchNeeded, Use, term_of
+from gramfx.passes.differentiate import Joint
+
+aten = torch.ops.aten
+
+#: One term with the joint nodes its factors point at.
+Found = tuple[Term, list[Node]]
+
+
+def insert_gramians(
+    joint: Joint, uses: Sequence[Use], rows: Rows, batch_size: int | torch.SymInt, *, exact: bool
+) -> GraphModule:
+    """Add ``gramian``, the second output, as a sum of one ``gramfx::gramian`` node per parameter.
+
+    With ``exact`` all uses of a parameter meet, cross terms included; otherwise each use makes a block of its own.
+    Uses that no einsum describes get their rows by a VJP, as nodes of the graph.
+    """
+    graph_module = copy.deepcopy(joint.graph_module)
+    work = _Insertion(graph_module, joint, rows, batch_size)
+    for use in uses:
+        work.add(use)
+    objectives, *rest = results(graph_module)
+    mutated = rest[: joint.mutated]
+    total = work.total(objectives, exact)
+    drawn = [work.nodes[joint.forward[name]] for name in joint.random]
+    output_node(graph_module).args = ((objectives, total, *mutated, *drawn),)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    return graph_module
+
+
+class _Insertion:
+    def __init__(self, graph_module: GraphModule, joint: Joint, rows: Rows, batch_size: int | torch.SymInt) -> None:
+        self.graph_module, self.joint, self.rows, self.batch_size = graph_module, joint, rows, batch_size
+        self.nodes = named(graph_module)
+        self.build = Builder(output_node(graph_module))
+        self.found: dict[Node, list[Found]] = {}
+
+    def add(self, use: Use) -> None:
+        """The use's term, or the rows made for it, under each parameter concerned."""
+        store = self.joint.full if use.coupled else self.joint.single
+        cotangents = [self.nodes[store[tap.name]] for tap in use.taps if tap.name in store]
+        if not cotangents:
+            return
+        if use.form is None:
+            self._add_rows(use, self._rows_of_node(use, store))
+            return
+        source, term, forward = term_of(use, self.rows, self.batch_size)
+        tensors = [cotangents[0] if node is None else self._joint(node) for node in forward]
+        term, tensors = self._with_own_samples(term, tensors)
+        if source is not None:
+            if "parameter" in source.meta:
+                self.found.setdefault(source, []).append((term, tensors))
+            return
+        terms = ParameterTerms(use.clone.name, tuple(value(use.parameter_value).shape), (term,))
+        self._add_rows(use, self._call(lambda *held: _rows(terms, held), tensors)[0])
+
+    def _joint(self, node: Node) -> Node:
+        return self.nodes[self.joint.forward[node.name]]
+
+    def _with_own_samples(self, term: Term, tensors: list[Node]) -> tuple[Term, list[Node]]:
+        """A parameter with a dim along the batch: sample b's gradient is in row b alone."""
+        if SAMPLE not in term.parameter:
+            return term, tensors
+        size = term.sizes[SAMPLE]
+        axis = f"p{len(term.sizes)}"
+        device = value(tensors[0]).device
+        ids = self.build(aten.arange.default, size, device=device)
+        own = Factor(len(tensors), (SAMPLE, axis), OneHot(size, -1))
+        term = dataclasses.replace(
+            term,
+            factors=(*term.factors, own),
+            parameter=tuple(axis if name == SAMPLE else name for name in term.parameter),
+            sizes={**term.sizes, axis: size},
+        )
+        return term, [*tensors, ids]
+
+    def _rows_of_node(self, use: Use, store: dict[str, str]) -> Node:
+        if is_symbolic(self.batch_size):
+            raise StaticBatchNeeded(f"{use.op} is differentiated node by node")
+        tapped = [tap for tap in use.taps if tap.name in store]
+        use = dataclasses.replace(use, taps=tuple(tapped))
+        inputs = [self._joint(node) for node in use.op.all_input_nodes]
+        cotangents = [self.nodes[store[tap.name]] for tap in tapped]
+        return self._call(rows_of_node(use, self.rows, int(self.batch_size)), [*inputs, *cotangents])[0]
+
+    def _add_rows(self, use: Use, made: Node) -> None:
+        """Rows at the value used, pulled back to each parameter behind it."""
+        if is_symbolic(self.batch_size):
+            raise StaticBatchNeeded(f"the value that {use.op} uses is a function of parameters")
+        rename(made, f"{use.clone.name}_rows")
+        start = use.parameter_value
+        parameters = parameters_behind(start)
+        pulled = [made]
+        if start.op != "placeholder":
+            inputs = [self._joint(node) for node in inputs_behind(start)]
+            pulled = self._call(rows_through(start), [made, *inputs])
+        for parameter, node in zip(parameters, pulled, strict=True):
+            self.found.setdefault(parameter, []).append((_dense(use, node), [node]))
+
+    def _call(self, function: object, inputs: Sequence[Node]) -> list[Node]:
+        with torch.no_grad():
+            inner = trace(function, [value(node) for node in inputs])  # type: ignore[arg-type]
+        graph = self.graph_module.graph
+        with graph.inserting_before(output_node(self.graph_module)):
+            return inline(graph, inner, list(inputs))
+
+    def total(self, objectives: Node, exact: bool) -> Node:
+        """The sum of a gramian node for each parameter."""
+        total: Node | None = None
+        for parameter, found in self.found.items():
+            node = self._gramian(parameter, found, objectives, exact)
+            total = node if total is None else self.build(aten.add.Tensor, total, node)
+        dtype = _result_dtype([parameter for parameter in self.found] or [objectives])
+        if total is None:
+            size = value(objectives).numel()
+            if is_symbolic(size):
+                raise StaticBatchNeeded("no use has a gradient")
+            total = self.build(aten.zeros.default, [size, size], dtype=dtype, device=value(objectives).device)
+        if value(total).dtype != dtype:
+            total = self.build(aten._to_copy.default, total, dtype=dtype)
+        rename(total, "gramian")
+        return total
+
+    def _gramian(self, parameter: Node, found: list[Found], objectives: Node, exact: bool) -> Node:
+        tensors = list(dict.fromkeys(node for _, nodes in found for node in nodes))
+        terms = tuple(_pointing(term, nodes, tensors) for term, nodes in found)
+        name, shape = parameter.meta["parameter"], tuple(int(size) for size in value(parameter).shape)
+        held = ParameterTerms(name, shape, terms, cross=exact)
+        dtype = _accumulated(value(parameter).dtype)
+        node = self.build(torch.ops.gramfx.gramian.default, tensors, objectives, held.to_json(), dtype)
+        rename(node, f"{parameter.name}_gramian")
+        return node
+
+
+def _pointing(term: Term, nodes: list[Node], tensors: list[Node]) -> Term:
+    factors = tuple(dataclasses.replace(f, tensor=tensors.index(nodes[f.tensor])) for f in term.factors)
+    return dataclasses.replace(term, factors=factors)
+
+
+def _rows(terms: ParameterTerms, tensors: Sequence[Tensor]) -> Tensor:
+    from gramfx.emit import parameter_rows
+
+    return parameter_rows(terms.terms[0], terms.shape, tensors, tensors[0].dtype)
+
+
+def _dense(use: Use, rows: Node) -> Term:
+    """The term whose rows are there already."""
+    count, *shape = (int(size) for size in value(rows).shape)
+    parameter = tuple(f"p{i}" for i in range(len(shape)))
+    sizes = {"k0": count, **dict(zip(parameter, shape, strict=True))}
+    return Term(use.clone.name, ("k0",), (Factor(0, ("k0", *parameter)),), parameter, sizes)
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _result_dtype(nodes: Sequence[Node]) -> torch.dtype:
+    """The dtype of the Gramian: the parameters' own, the widest where they differ."""
+    dtype = value(nodes[0]).dtype
+    for node in nodes[1:]:
+        dtype = torch.promote_types(dtype, value(node).dtype)
+    return dtype
+
+
+def verify_gramian(graph_module: GraphModule) -> None:
+    """Raise :class:`VerificationError` unless the second output is ``[m, m]``."""
+    objectives, gramian = (value(node) for node in results(graph_module)[:2])
+    if gramian.dim() != 2 or gramian.shape[0] != objectives.numel() or gramian.shape[1] != objectives.numel():
+        raise VerificationError("the Gramian has a wrong shape", got=str(tuple(gramian.shape)))
+
+
+assert ops

@@ -1,0 +1,69 @@
+"""The table of architectures that everything is tested on, by family. `load` makes one of them concrete."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.architectures.attention import ATTENTION
+from tests.architectures.base import (
+    Architecture,
+    Loaded,
+    apply_objective,
+    default_dtype,
+    load,
+    load_alone,
+)
+from tests.architectures.convolution import CONVOLUTION
+from tests.architectures.coupled import COUPLED, LOOKALIKES
+from tests.architectures.derived import DERIVED
+from tests.architectures.linear import LINEAR
+from tests.architectures.lookup import LOOKUP
+from tests.architectures.norms import NORMS
+from tests.architectures.recurrent import RECURRENT
+from tests.architectures.shapes import SHAPES
+from tests.architectures.sharing import SHARING
+from tests.architectures.structure import STRUCTURE
+from tests.architectures.views import VIEWS
+from tests.architectures.vision import VISION
+
+__all__ = [
+    "ARCHITECTURES",
+    "FAMILIES",
+    "Architecture",
+    "Loaded",
+    "apply_objective",
+    "default_dtype",
+    "load",
+    "load_alone",
+    "named",
+    "parameters",
+]
+
+FAMILIES: dict[str, list[Architecture]] = {
+    "structure": STRUCTURE,
+    "sharing": SHARING,
+    "linear": LINEAR,
+    "norms": NORMS,
+    "convolution": CONVOLUTION,
+    "lookup": LOOKUP,
+    "views": VIEWS,
+    "derived": DERIVED,
+    "recurrent": RECURRENT,
+    "attention": ATTENTION,
+    "coupled": COUPLED,
+    "lookalikes": LOOKALIKES,
+    "shapes": SHAPES,
+    "vision": VISION,
+}
+ARCHITECTURES: list[Architecture] = [entry for family in FAMILIES.values() for entry in family]
+
+
+def named(name: str) -> Architecture:
+    """The entry of this name."""
+    return next(entry for entry in ARCHITECTURES if entry.name == name)
+
+
+def parameters(table: Sequence[Architecture] = ARCHITECTURES) -> list[Any]:
+    """The table for `pytest.mark.parametrize`: ids are names, slow entries carry the mark `slow`."""
+    return [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if e.slow else []) for e in table]
