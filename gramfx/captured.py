@@ -18,8 +18,8 @@ from gramfx.program import Call, Program, user_name
 
 aten = torch.ops.aten
 
-# The graph is run on tensors of other strides than it was traced with.
-_RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+#: Views that also take tensors of other strides than the graph was traced with.
+RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 # Facts about dtypes and layouts that hold by construction.
 _ASSERTIONS = {aten._assert_tensor_metadata.default}
 _REFUSED = {
@@ -122,9 +122,22 @@ def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
         )
     if isinstance(node.target, torch._ops.HigherOrderOperator) or node.op not in ("call_function",):
         raise UnsupportedError("the graph holds a subgraph that gramfx cannot look into", where=where(node))
+    if node.target is aten.copy.default:
+        return _overwritten(graph, node, made)
     copy = graph.node_copy(node, lambda argument: made[argument])
-    copy.target = _RELAXED.get(node.target, node.target)
+    copy.target = RELAXED.get(node.target, node.target)
     return copy
+
+
+def _overwritten(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
+    """``copy(old, new)``, which torch cannot differentiate, as ``new`` in the shape and dtype of ``old``."""
+    old, new = (made[argument] for argument in node.args[:2])  # type: ignore[index]
+    if old.meta["val"].dtype != new.meta["val"].dtype:
+        new = graph.call_function(aten._to_copy.default, (new,), {"dtype": old.meta["val"].dtype})
+        new.meta = dict(node.meta)
+    full = graph.call_function(aten.expand_as.default, (new, old))
+    full.meta = dict(node.meta)
+    return full
 
 
 def _refuse_mutation(slot: Slot, tensor: Tensor) -> None:

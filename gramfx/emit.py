@@ -117,20 +117,17 @@ def _dense(factor: Factor, term: Term, tensors: Sequence[Tensor], dtype: torch.d
 
 
 def windows(source: Tensor, view: Windows) -> Tensor:
-    """The patches a kernel sees, a view of the padded source: ``[N, C, *L] -> [N, C, *out, *kernel]``."""
-    missing = [
-        max(0, (out - 1) * stride + (kernel - 1) * dilation + 1 - size - padding)
-        for size, kernel, stride, padding, dilation, out in zip(
-            source.shape[2:], view.kernel, view.stride, view.padding, view.dilation, view.out, strict=True
-        )
-    ]
-    padded = F.pad(source, [side for pair in zip(view.padding[::-1], missing[::-1], strict=True) for side in pair])
-    for at, (kernel, stride, dilation, out) in enumerate(
-        zip(view.kernel, view.stride, view.dilation, view.out, strict=True)
-    ):
-        padded = padded.unfold(2 + at, (kernel - 1) * dilation + 1, stride)
-        padded = padded.narrow(2 + at, 0, out)[..., ::dilation]
-    return padded
+    """The patches a kernel sees, a view of the padded source: ``[..., *L] -> [..., *out, *kernel]``."""
+    lead = source.dim() - len(view.kernel)
+    dims = list(zip(view.kernel, view.stride, view.padding, view.dilation, view.out, strict=True))
+    sides: list[int] = []
+    for at, (kernel, stride, padding, dilation, out) in reversed(list(enumerate(dims, lead))):
+        reach = (out - 1) * stride + (kernel - 1) * dilation + 1
+        sides += [padding, max(0, reach - int(source.shape[at]) - padding)]
+    source = F.pad(source, sides)
+    for at, (kernel, stride, _, dilation, out) in enumerate(dims, lead):
+        source = source.unfold(at, (kernel - 1) * dilation + 1, stride).narrow(at, 0, out)[..., ::dilation]
+    return source
 
 
 def _ids(factor: Factor, term: Term, tensors: Sequence[Tensor]) -> Named:

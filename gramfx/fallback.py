@@ -5,8 +5,7 @@ Both are plain functions of tensors, to be traced into a graph; always exact, ne
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.axes import Loc
-from gramfx.graph import placeholders, value
-from gramfx.provenance import differentiable
-from gramfx.terms import SAMPLE
-from gramfx.torch_compat import pytree
+from gramfx.torch_compat import repeated
 from gramfx.uses import Rows, Use
 
 Traceable = Callable[..., Any]
@@ -38,10 +34,11 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int) -> Traceable:
 
         outs, pull = torch.func.vjp(op, operand)
         lead = [c if c.dim() > out.dim() else c.unsqueeze(0) for c, out in zip(cotangents, outs, strict=True)]
+        pull_all = repeated(lambda *one: pull(one)[0], [use.op.target], (0,) * len(lead))
         if use.coupled:
-            return torch.vmap(lambda *one: pull(one)[0])(*lead)
+            return pull_all(*lead)
         masked = [_one_sample_each(c, loc, batch_size) for c, loc in zip(lead, locs, strict=True)]
-        made = torch.vmap(lambda *one: pull(one)[0])(*masked)
+        made = pull_all(*masked)
         shape = operand.shape
         made = made.reshape(rows.before, rows.after, batch_size, *shape).transpose(1, 2)
         return made.reshape(count * batch_size, *shape)
@@ -104,7 +101,7 @@ def rows_through(node: Node) -> Traceable:
             return region(*values)
 
         _, pull = torch.func.vjp(function, *(tensors[index] for index in learned))
-        return torch.vmap(pull)(rows)
+        return repeated(pull, (node.target for node in region.graph.nodes), (0,))(rows)
 
     return run
 
@@ -117,5 +114,3 @@ def _region(node: Node) -> GraphModule:
     graph.output(mapping[node])
     return GraphModule(torch.nn.Module(), graph)
 
-
-assert math and SAMPLE and placeholders and value and differentiable and pytree and Sequence

@@ -26,8 +26,15 @@ class Provenance:
     data: frozenset[Node]
 
 
+#: Ops that draw random numbers only where this argument is not zero.
+_DROPOUT_ARGUMENT = {torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p")}
+
+
 def is_random(node: Node) -> bool:
     """Whether running the node twice gives two results."""
+    if node.target in _DROPOUT_ARGUMENT:
+        position, name = _DROPOUT_ARGUMENT[node.target]
+        return bool(node.args[position] if len(node.args) > position else node.kwargs.get(name))
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._decomp
 import torch.export
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -36,11 +37,11 @@ __all__ = [
     "export_program",
     "fake_batch_size",
     "fake_mode_of",
-    "functionalized",
     "is_symbolic",
     "jagged",
     "new_fake_inputs",
     "pytree",
+    "repeated",
     "trace",
     "tracing_quirks",
 ]
@@ -49,6 +50,9 @@ aten = torch.ops.aten
 
 #: What torch raises when Python needs a value that only running the model would tell.
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+#: Ops whose backward gives wrong values under ``vmap``.
+_WRONG_UNDER_VMAP = {aten.cdist.default, aten._cdist_forward.default, aten._cdist_backward.default}
 
 _RECURRENT = (
     aten.lstm.input,
@@ -117,7 +121,38 @@ def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Se
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT))
+        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | _CELLS)
+
+
+def _lstm_cell(x: Tensor, state: list[Tensor], w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Any:
+    gates = F.linear(x, w_x, b_x) + F.linear(state[0], w_h, b_h)
+    enter, forget, new, leave = gates.chunk(4, -1)
+    cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell
+
+
+def _gru_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    reset, update, new = F.linear(x, w_x, b_x).chunk(3, -1)
+    own_reset, own_update, own_new = F.linear(state, w_h, b_h).chunk(3, -1)
+    candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
+    return candidate + (update + own_update).sigmoid() * (state - candidate)
+
+
+def _tanh_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).tanh()
+
+
+def _relu_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).relu()
+
+
+#: The cells' own kernels work in place, where parameters cannot be followed.
+_CELLS = {
+    aten.lstm_cell.default: _lstm_cell,
+    aten.gru_cell.default: _gru_cell,
+    aten.rnn_tanh_cell.default: _tanh_cell,
+    aten.rnn_relu_cell.default: _relu_cell,
+}
 
 
 def _keep_stop_gradients(graph_module: GraphModule) -> None:
@@ -157,22 +192,40 @@ def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None],
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[Any], *, stack_traces: bool = False) -> GraphModule:
-    """The ATen graph, below autograd, of ``function`` on the fake tensors ``fakes``."""
+    """The functional ATen graph, below autograd, of ``function`` on the fake tensors ``fakes``.
+
+    Changes that the function makes to its inputs are copies at the graph's end.
+    """
+    made = _make_fx(function, fakes, stack_traces)
+    schemas = (getattr(node.target, "_schema", None) for node in made.graph.nodes)
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
+        return made
+    with torch.no_grad():
+        return _make_fx(torch.func.functionalize(Interpreter(made).run, remove="mutations"), fakes, False)
+
+
+def _make_fx(function: Callable[..., Any], fakes: Sequence[Any], stack_traces: bool) -> GraphModule:
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), FakeTensorMode())
     with tracing_quirks(), mode, preserve_node_meta():
-        made = make_fx(
-            function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces
-        )(*fakes)
-    return made
+        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces)(
+            *fakes
+        )
 
 
-def functionalized(graph_module: GraphModule, fakes: Sequence[Any]) -> GraphModule:
-    """The same graph without in-place ops; changes of its inputs are copies at its end."""
-    schemas = [getattr(node.target, "_schema", None) for node in graph_module.graph.nodes]
-    if not any(schema is not None and schema.is_mutable for schema in schemas):
-        return graph_module
-    with torch.no_grad():
-        return trace(torch.func.functionalize(Interpreter(graph_module).run, remove="mutations"), fakes)
+def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    """``vmap(function)``, or a loop where one of the ``ops`` it runs is not to be trusted under ``vmap``."""
+    if not _WRONG_UNDER_VMAP.intersection(ops):
+        return torch.vmap(function, in_dims=in_dims)
+
+    def loop(*arguments: Any) -> Any:
+        count = next(a.shape[d] for a, d in zip(arguments, in_dims, strict=True) if d is not None)
+        each = [
+            function(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
+            for i in range(count)
+        ]
+        return pytree.tree_map(lambda *one: torch.stack(one), *each)
+
+    return loop
 
 
 def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ def _use(clone: Node, op: Node, operand: Node, output: Node, coupled: Collection
     together = not rows.batched or any(
         out in coupled or axes.batch is None for out, axes in zip(outs, known, strict=True)
     )
-    form = form_of(op, operand) if len(outs) == 1 else None
+    form = form_of(op, operand, clone) if len(outs) == 1 else None
     if form is not None and not together and not _fits(form, known[0]):
         form = None
     taps = tuple(outs) if form is None or form.tap == "output" else (operand,)
@@ -184,7 +184,7 @@ class _Axes:
         node = factor.node if factor.node is not None else self.use.taps[0]
         shape = tuple(value(node).shape)
         if isinstance(factor.view, Windows):
-            return (*shape[:2], *factor.view.out, *factor.view.kernel)
+            return (*shape[: -len(factor.view.kernel)], *factor.view.out, *factor.view.kernel)
         return (*shape, factor.view.classes) if isinstance(factor.view, OneHot) else shape
 
     def _extents(self, labels: tuple[str, ...], size: int | torch.SymInt) -> list[tuple[str, int | torch.SymInt]]:

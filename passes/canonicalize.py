@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gramfx.graph import Builder
-from gramfx.provenance import Provenance, provenance
-from gramfx.rules.rewrites import ITEM_REWRITES, RANDOM_ARGUMENT, REWRITES
+from gramfx.provenance import Provenance, is_random, provenance
+from gramfx.rules.rewrites import ITEM_REWRITES, REWRITES
 
 aten = torch.ops.aten
 
@@ -34,8 +34,7 @@ def canonicalize(graph_module: GraphModule) -> GraphModule:
 
 def _concerned(node: Node, positions: tuple[int, ...], known: Provenance) -> bool:
     """Whether an op that sees data reads a parameter value at one of the positions, or draws random numbers."""
-    drawing = RANDOM_ARGUMENT.get(node.target)
-    if node.target is aten.native_dropout.default or drawing is not None and len(node.args) > drawing and node.args[drawing]:
+    if is_random(node):
         return True
     operands = [node.args[position] for position in positions if position < len(node.args)]
     operands += [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
@@ -47,6 +46,8 @@ def _replace(node: Node, made: Node | None) -> None:
     if made is not None:
         inner = _between(node, made)
         node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inner)
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def _between(node: Node, made: Node) -> set[Node]:

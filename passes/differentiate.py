@@ -18,9 +18,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramfx.errors import VerificationError
+from gramfx.captured import RELAXED
 from gramfx.graph import inline, named, placeholders, rename, results, value
 from gramfx.provenance import is_random
-from gramfx.torch_compat import fake_mode_of, is_symbolic, pytree, trace
+from gramfx.torch_compat import fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
 
 @dataclass
@@ -184,6 +185,8 @@ def _backward_half(
     for node in ordered:
         if node is not tangent:
             mapping[node] = graph.node_copy(node, lambda argument: mapping[argument])
+            # Repeated, a cotangent comes with other strides.
+            mapping[node].target = RELAXED.get(node.target, node.target)
     graph.output(tuple(mapping[node] for node in wanted))
     return GraphModule(torch.nn.Module(), graph), residuals
 
@@ -237,13 +240,16 @@ def _append(
         if any(is_symbolic(size) for size in values.shape):
             each = [half(tangent, *held) for tangent in tangents.unbind()]
             return [torch.stack(one) for one in zip(*each, strict=True)]
-        return list(torch.vmap(half, in_dims=(0, *(None for _ in held)))(tangents, *held))
+        ops = (node.target for node in half.graph.nodes)
+        return list(repeated(half, ops, (0, *(None for _ in held)))(tangents, *held))
 
     with torch.no_grad():
         inner = trace(run, [value(node) for node in inputs])
     made = inline(joint.graph, inner, inputs)
     for node, cotangent in zip(wanted, made, strict=True):
-        rename(cotangent, f"{node.name}_cotangent")
+        # One cotangent may serve several uses, and may be a value of the forward graph.
+        if cotangent not in mapping.values() and not cotangent.name.endswith("_cotangent"):
+            rename(cotangent, f"{node.name}_cotangent")
         store[node.name] = cotangent.name
     return made
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gramfx import ops
+from gramfx.emit import parameter_rows
 from gramfx.errors import VerificationError
 from gramfx.fallback import inputs_behind, parameters_behind, rows_of_node, rows_through
 from gramfx.forms import OneHot
@@ -71,8 +72,9 @@ class _Insertion:
             if "parameter" in source.meta:
                 self.found.setdefault(source, []).append((term, tensors))
             return
-        terms = ParameterTerms(use.clone.name, tuple(value(use.parameter_value).shape), (term,))
-        self._add_rows(use, self._call(lambda *held: _rows(terms, held), tensors)[0])
+        shape = tuple(value(use.parameter_value).shape)
+        dtype = value(use.parameter_value).dtype
+        self._add_rows(use, self._call(lambda *held: parameter_rows(term, shape, held, dtype), tensors)[0])
 
     def _joint(self, node: Node) -> Node:
         return self.nodes[self.joint.forward[node.name]]
@@ -155,12 +157,6 @@ class _Insertion:
 def _pointing(term: Term, nodes: list[Node], tensors: list[Node]) -> Term:
     factors = tuple(dataclasses.replace(f, tensor=tensors.index(nodes[f.tensor])) for f in term.factors)
     return dataclasses.replace(term, factors=factors)
-
-
-def _rows(terms: ParameterTerms, tensors: Sequence[Tensor]) -> Tensor:
-    from gramfx.emit import parameter_rows
-
-    return parameter_rows(terms.terms[0], terms.shape, tensors, tensors[0].dtype)
 
 
 def _dense(use: Use, rows: Node) -> Term:

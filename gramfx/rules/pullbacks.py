@@ -68,6 +68,10 @@ def _dims(node: Node) -> list[int]:
 
 def _reshape(node: Node, spelling: Spelling) -> bool:
     """Any change of shape that keeps the row-major order: view, squeeze, unsqueeze, flatten."""
+    if _reads_parameter(node):
+        # Entries are in row-major order, and that is all a term says of its parameter.
+        spelling.dims = [[axis for dim in spelling.dims for axis in dim]]
+        return True
     if any(axis in spelling.slices for dim in spelling.dims for axis in dim):
         return _reshape_sliced(node, spelling)
     flat = [axis for dim in spelling.dims for axis in dim if spelling.sizes[axis] != 1]
@@ -79,6 +83,11 @@ def _reshape(node: Node, spelling: Spelling) -> bool:
         dims.append(dim)
     spelling.dims = dims
     return True
+
+
+def _reads_parameter(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and source.op == "placeholder"
 
 
 def _take(flat: list[str], size: int, spelling: Spelling) -> list[str] | None:

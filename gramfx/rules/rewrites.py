@@ -189,17 +189,21 @@ def _product(sizes: Sequence[int]) -> int:
 
 def _padded_convolution(node: Node, build: Builder) -> Node:
     """``padding='same'`` as a pad and a convolution without."""
-    source, weight, bias, stride, padding, dilation, groups = (*node.args, *(None, 1, "valid", 1, 1)[len(node.args) - 2 :])
-    spatial = value(weight).dim() - 2
-    spread = list(dilation) * spatial if not isinstance(dilation, int) and len(dilation) == 1 else dilation
-    spread = [spread] * spatial if isinstance(spread, int) else list(spread)
+    defaults = (None, 1, "valid", 1, 1)
+    source, weight, bias, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) - 2 :])
+    kernel = value(weight).shape[2:]
+    stride, dilation = (_per_dim(given, len(kernel)) for given in (stride, dilation))
     if padding == "same":
-        totals = [d * (int(k) - 1) for d, k in zip(spread, value(weight).shape[2:], strict=True)]
+        totals = [d * (int(k) - 1) for d, k in zip(dilation, kernel, strict=True)]
         sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
         source = build(aten.constant_pad_nd.default, source, sides)
-    plain = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[spatial - 1]
-    zero = [0] * spatial
-    return build(plain, source, weight, bias, stride, zero, dilation, groups)
+    plain = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[len(kernel) - 1]
+    return build(plain, source, weight, bias, stride, [0] * len(kernel), dilation, groups)
+
+
+def _per_dim(given: Any, count: int) -> list[int]:
+    listed = [given] if isinstance(given, int) else list(given)
+    return listed * count if len(listed) == 1 else listed
 
 
 #: Rewritten where an operand at one of the positions comes from parameters alone.
@@ -235,6 +239,3 @@ ITEM_REWRITES: dict[Any, tuple[ItemRewrite, tuple[int, ...]]] = {
     ),
     aten.native_dropout.default: (_dropout, ()),
 }
-
-#: Positions of an argument that, where present, makes the op draw random numbers.
-RANDOM_ARGUMENT = {aten.scaled_dot_product_attention.default: 4}

@@ -46,20 +46,38 @@ def is_pointwise(target: Any) -> bool:
     )
 
 
-def form_of(consumer: Node, operand: Node) -> Form | None:
-    """The form of the use of ``operand`` by ``consumer``, or ``None`` where only the fallback is exact."""
+def form_of(consumer: Node, operand: Node, clone: Node) -> Form | None:
+    """The form of the use of ``clone`` by ``consumer``, or ``None`` where only the fallback is exact.
+
+    ``operand`` is what the consumer reads: the clone, or the clone broadcast to the shape of a pointwise consumer.
+    """
     if is_pointwise(consumer.target):
-        return _same_place(operand)
+        return _same_place(operand, clone)
     rule = USE_RULES.get(consumer.target)
-    return rule(consumer, operand) if rule else None
+    form = rule(consumer, operand) if rule else None
+    return form if form is None or _complete(form) else None
+
+
+def _complete(form: Form) -> bool:
+    """Whether the factors tell the gradient of every entry of the parameter."""
+    known = {label for factor in form.factors for labels in factor.dims for label in labels}
+    return all(label in known for labels in form.parameter for label in labels)
 
 
 # ---------------------------------------------------------------- entry by entry: the operand's own cotangent
 
 
-def _same_place(operand: Node) -> Form:
-    dims = letters("d", value(operand).dim())
-    return Form("operand", (FormFactor(None, dims),), dims, dims)
+def _same_place(operand: Node, clone: Node) -> Form:
+    shape, own = value(operand).shape, value(clone).shape
+    dims = letters("d", len(shape))
+    parameter = _broadcast(dims, own, shape)
+    return Form("operand", (FormFactor(None, dims),), parameter, dims)
+
+
+def _broadcast(dims: Dims, shape: Sequence[Any], out: Sequence[Any]) -> Dims:
+    """The spelling of a tensor of ``shape`` that is broadcast to ``out``, spelled ``dims``: stretched dims are empty."""
+    lead = len(out) - len(shape)
+    return tuple(dims[lead + i] if size == out[lead + i] else () for i, size in enumerate(shape))
 
 
 def _cat(consumer: Node, operand: Node) -> Form | None:
@@ -92,12 +110,6 @@ def _einsum_form(operands: Sequence[Node], dims: Sequence[Dims], out: Dims, oper
     return Form("output", (*factors, FormFactor(None, out)), dims[at[0]], out)
 
 
-def _broadcast(count: int, shape: Sequence[Any], out: Sequence[Any]) -> Dims:
-    """Labels of the leading dims of an operand, right-aligned with ``count`` labels of the output."""
-    aligned = range(count - len(shape), count)
-    return tuple((f"n{i}",) if shape[j] == out[i] else (f"one{j}",) for j, i in enumerate(aligned))
-
-
 def _linear(consumer: Node, operand: Node) -> Form | None:
     source, weight = consumer.args[0], consumer.args[1]
     batch = letters("n", value(source).dim() - 1)
@@ -114,11 +126,11 @@ def _matmul(consumer: Node, operand: Node) -> Form | None:
     full = list(value(consumer).shape)
     rows: Dims = (("m",),) if len(shapes[0]) > 1 else ()
     columns: Dims = (("c",),) if len(shapes[1]) > 1 else ()
-    batch = full[: len(full) - len(rows) - len(columns)]
-    count = len(batch)
-    left_dims = (*_broadcast(count, shapes[0][:-2], batch), *rows, ("i",))
-    right_dims = (*_broadcast(count, shapes[1][:-2], batch), ("i",), *columns)
-    return _einsum_form((left, right), (left_dims, right_dims), (*letters("n", count), *rows, *columns), operand)
+    sizes = full[: len(full) - len(rows) - len(columns)]
+    batch = letters("n", len(sizes))
+    left_dims = (*_broadcast(batch, shapes[0][:-2], sizes), *rows, ("i",))
+    right_dims = (*_broadcast(batch, shapes[1][:-2], sizes), ("i",), *columns)
+    return _einsum_form((left, right), (left_dims, right_dims), (*batch, *rows, *columns), operand)
 
 
 def _einsum(consumer: Node, operand: Node) -> Form | None:

@@ -30,9 +30,9 @@ def normalised(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), module, nn.Tanh(), nn.Linear(4, 2))
 
 
-def two_tasks(output: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+def two_tasks(output: tuple[Tensor, Tensor], values: Tensor, classes: Tensor) -> Tensor:
     """One mean loss a task."""
-    return torch.stack([F.mse_loss(output[0], targets[0]), F.cross_entropy(output[1], targets[1])])
+    return torch.stack([F.mse_loss(output[0], values), F.cross_entropy(output[1], classes)])
 
 
 def penalised(p: Any, x: Tensor) -> Tensor:
