@@ -24,7 +24,7 @@ class Architecture:
     inputs: Callable[[], tuple[Any, ...]]
     keywords: Callable[[], dict[str, Any]] | None = None
     objective: Callable[..., Tensor] | None = None
-    """objective(outputs), or objective(outputs, targets) where there are targets; None: the output itself."""
+    """objective(outputs), or objective(outputs, *targets) where there are targets; None: the output itself."""
     targets: Callable[[], Any] | None = None
     """Batch on dim 0 of every tensor."""
     closed: bool = False
@@ -86,7 +86,9 @@ def apply_objective(objective: Callable[..., Tensor] | None, output: Any, target
     """The objectives made of an output."""
     if objective is None:
         return output
-    return objective(output) if targets is None else objective(output, targets)
+    if targets is None:
+        return objective(output)
+    return objective(output, *targets) if isinstance(targets, tuple) else objective(output, targets)
 
 
 @contextlib.contextmanager
@@ -128,7 +130,7 @@ def _bind(loaded: Loaded) -> Loaded:
     function, targets = loaded.objective, loaded.targets
     if not loaded.architecture.closed or function is None or targets is None:
         return loaded
-    return replace(loaded, objective=lambda output: function(output, targets), targets=None)
+    return replace(loaded, objective=lambda output: apply_objective(function, output, targets), targets=None)
 
 
 def _cut(tree: Any, dim: int | None, sample: int) -> Any:
