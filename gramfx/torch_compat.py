@@ -6,11 +6,12 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._decomp
 import torch.export
-import torch.nn.functional as F
+import torch.nn.utils.rnn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -26,6 +27,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from gramfx.recurrent import CELLS
+
 __all__ = [
     "DATA_DEPENDENT",
     "FakeTensor",
@@ -37,9 +40,11 @@ __all__ = [
     "export_program",
     "fake_batch_size",
     "fake_mode_of",
+    "flat_weights_kept",
     "is_symbolic",
     "jagged",
     "new_fake_inputs",
+    "packing_replaced",
     "pytree",
     "repeated",
     "trace",
@@ -121,38 +126,7 @@ def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Se
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | _CELLS)
-
-
-def _lstm_cell(x: Tensor, state: list[Tensor], w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Any:
-    gates = F.linear(x, w_x, b_x) + F.linear(state[0], w_h, b_h)
-    enter, forget, new, leave = gates.chunk(4, -1)
-    cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
-    return leave.sigmoid() * cell.tanh(), cell
-
-
-def _gru_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
-    reset, update, new = F.linear(x, w_x, b_x).chunk(3, -1)
-    own_reset, own_update, own_new = F.linear(state, w_h, b_h).chunk(3, -1)
-    candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
-    return candidate + (update + own_update).sigmoid() * (state - candidate)
-
-
-def _tanh_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
-    return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).tanh()
-
-
-def _relu_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
-    return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).relu()
-
-
-#: The cells' own kernels work in place, where parameters cannot be followed.
-_CELLS = {
-    aten.lstm_cell.default: _lstm_cell,
-    aten.gru_cell.default: _gru_cell,
-    aten.rnn_tanh_cell.default: _tanh_cell,
-    aten.rnn_relu_cell.default: _relu_cell,
-}
+        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | CELLS)
 
 
 def _keep_stop_gradients(graph_module: GraphModule) -> None:
@@ -177,6 +151,58 @@ def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode:
             if isinstance(leaf, FakeTensor):
                 return leaf.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+@contextlib.contextmanager
+def packing_replaced(pack: Any, unpack: Any, run: Any) -> Iterator[None]:
+    """Let ``PackedSequence`` and the recurrent layers call other functions than torch's own.
+
+    pack, unpack: for ``_VF._pack_padded_sequence`` and its inverse. run: ``(kind, *arguments)`` for the layers, given
+    ``kind`` and what ``_VF.lstm`` and its like were called with; ``NotImplemented`` leaves it to them. Sequences are
+    not sorted.
+    """
+    rnn, layers, plain = torch.nn.utils.rnn, torch.nn.modules.rnn, torch._VF
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def sort(self, lengths: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+            return lengths, torch.arange(lengths.shape[0])
+
+    class Functions:
+        _pack_padded_sequence = staticmethod(pack)
+        _pad_packed_sequence = staticmethod(unpack)
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+                return getattr(plain, name)
+
+            def call(*arguments: Any) -> Any:
+                result = run(name, *arguments)
+                return getattr(plain, name)(*arguments) if result is NotImplemented else result
+
+            return call
+
+    functions = Functions()
+    with (
+        mock.patch.object(rnn, "torch", Torch()),
+        mock.patch.object(rnn, "_VF", functions),
+        mock.patch.object(rnn, "invert_permutation", lambda permutation: permutation),
+        mock.patch.object(layers, "_VF", functions),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def flat_weights_kept(program: nn.Module) -> Iterator[None]:
+    """Recurrent layers keep a list of their weights, which tracing fills with fakes."""
+    held = [(layer, list(layer._flat_weights)) for layer in program.modules() if isinstance(layer, nn.RNNBase)]
+    try:
+        yield
+    finally:
+        for layer, weights in held:
+            layer._flat_weights = weights
 
 
 def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Tensor]:
