@@ -75,6 +75,12 @@ class Step:
         self._compiled(self._read(args, kwargs, targets))
         return self
 
+    def arguments(self, *args: Any, targets: Any = None, **kwargs: Any) -> list[Tensor]:
+        """The tensors that the graph modules of the stages take for this call, in order of their placeholders."""
+        call = self._read(args, kwargs, targets)
+        compiled, program = self._compiled(call)
+        return compiled.captured.fetch(program, [*call.tensors, *program.loose])
+
     def stage(self, name: str) -> Stage:
         """The graph after a stage of the latest call or capture: one of ``gramfx.STAGES``."""
         if name not in STAGES:
@@ -116,15 +122,14 @@ class Step:
             try:
                 self._made[key] = (*self._lowered(call, dynamic=True), kept)
                 return
-            except (StaticBatchNeeded, GramfxError) as reason:
+            except (StaticBatchNeeded, GramfxError) as problem:
                 self._static.add(family)
-                problem = reason
-        key = (False, exact)
-        if key not in self._made:
-            self._made[key] = (*self._lowered(call, dynamic=False), kept)
-        if self._dynamic:
-            message = f"one capture per batch size: {problem}".splitlines()[0]
-            warnings.warn(StaticBatchWarning(message), stacklevel=4)
+                reason = str(problem).splitlines()[0]
+        static = (False, exact)
+        if static not in self._made:
+            self._made[static] = (*self._lowered(call, dynamic=False), kept)
+        if key[0] and self._dynamic:
+            warnings.warn(StaticBatchWarning(f"one capture per batch size: {reason}"), stacklevel=4)
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self._model, self._objective)

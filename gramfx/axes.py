@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import sympy
 import torch
 
-Size = int | sympy.Expr
-Shape = tuple[Size, ...]
+Size: TypeAlias = int | sympy.Expr
+Shape: TypeAlias = tuple[Size, ...]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Loc:
 class Value:
     """What is known of a tensor.
 
-    ``differentiable``: a derivative path from a trainable parameter reaches it. ``batch``: the digit that is the sample,
-    None if it belongs to no sample. ``iota``: the value equals this digit of its own index, whose extent is
+    ``differentiable``: a derivative path from a trainable parameter reaches it. ``batch``: the digit that is the
+    sample, None if it belongs to no sample. ``iota``: the value equals this digit of its own index, whose extent is
     ``shape[dim] / inner``.
     """
 
@@ -82,8 +83,8 @@ def holds(size: Size, inner: Size, extent: Size) -> bool:
 def relocate(loc: Loc, old: Sequence[Size], new: Sequence[Size], extent: Size) -> Loc | None:
     """Where a digit lies after a view ``old -> new``, None if the view splits it over several dims.
 
-    In the flat row-major index the digit has ``stride = inner * prod(old[dim+1:])``. It lies in the dim of ``new`` whose
-    own stride divides that one, with room for ``extent`` values above it.
+    In the flat row-major index the digit has ``stride = inner * prod(old[dim+1:])``. It lies in the dim of ``new``
+    whose own stride divides that one, with room for ``extent`` values above it.
     """
     stride = loc.inner * product(old[loc.dim + 1 :])
     after: Size = 1

@@ -113,7 +113,14 @@ def _dense(factor: Factor, term: Term, tensors: Sequence[Tensor], dtype: torch.d
     tensor = tensors[factor.tensor]
     if isinstance(factor.view, Windows):
         tensor = windows(tensor, factor.view)
-    return tensor.reshape([term.sizes[axis] for axis in factor.axes]).to(dtype), factor.axes
+    return _shaped(tensor, factor.axes, term).to(dtype), factor.axes
+
+
+def _shaped(tensor: Tensor, axes: tuple[str, ...], term: Term) -> Tensor:
+    """The tensor with one dim an axis; left alone where it has them, since a reshape may fix a symbolic batch."""
+    if tensor.dim() == len(axes):
+        return tensor
+    return tensor.reshape([term.sizes[axis] for axis in axes])
 
 
 def windows(source: Tensor, view: Windows) -> Tensor:
@@ -124,7 +131,8 @@ def windows(source: Tensor, view: Windows) -> Tensor:
     for at, (kernel, stride, padding, dilation, out) in reversed(list(enumerate(dims, lead))):
         reach = (out - 1) * stride + (kernel - 1) * dilation + 1
         sides += [padding, max(0, reach - int(source.shape[at]) - padding)]
-    source = F.pad(source, sides)
+    if any(sides):
+        source = F.pad(source, sides)
     for at, (kernel, stride, _, dilation, out) in enumerate(dims, lead):
         source = source.unfold(at, (kernel - 1) * dilation + 1, stride).narrow(at, 0, out)[..., ::dilation]
     return source
@@ -132,7 +140,7 @@ def windows(source: Tensor, view: Windows) -> Tensor:
 
 def _ids(factor: Factor, term: Term, tensors: Sequence[Tensor]) -> Named:
     axes = factor.axes[:-1]
-    return tensors[factor.tensor].reshape([term.sizes[axis] for axis in axes]), axes
+    return _shaped(tensors[factor.tensor], axes, term), axes
 
 
 def _one_hots(term: Term) -> list[Factor]:

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.axes import Loc
+from gramfx.graph import ancestors, value
 from gramfx.torch_compat import repeated
 from gramfx.uses import Rows, Use
 
 Traceable = Callable[..., Any]
 
 
-def rows_of_node(use: Use, rows: Rows, batch_size: int) -> Traceable:
+def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Traceable:
     """``(*op's inputs, *cotangents of its outputs) -> [m, *operand.shape]`` by the VJP of the op alone."""
     inputs = list(use.op.all_input_nodes)
-    locs = [None if use.coupled else tap.meta["axes"].batch for tap in use.taps]
-    count = rows.before * rows.after
+    places = [] if use.coupled else [_place(tap, batch_size) for tap in use.taps]
 
     def run(*tensors: Any) -> Tensor:
         held, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
@@ -37,11 +37,10 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int) -> Traceable:
         pull_all = repeated(lambda *one: pull(one)[0], [use.op.target], (0,) * len(lead))
         if use.coupled:
             return pull_all(*lead)
-        masked = [_one_sample_each(c, loc, batch_size) for c, loc in zip(lead, locs, strict=True)]
+        masked = [_one_sample_each(c, loc, outer) for c, (loc, outer) in zip(lead, places, strict=True)]
         made = pull_all(*masked)
-        shape = operand.shape
-        made = made.reshape(rows.before, rows.after, batch_size, *shape).transpose(1, 2)
-        return made.reshape(count * batch_size, *shape)
+        made = made.reshape(rows.before, rows.after, -1, *operand.shape).transpose(1, 2)
+        return made.reshape(-1, *operand.shape)
 
     return run
 
@@ -54,13 +53,19 @@ def _outputs(use: Use, values: dict[Node, Any]) -> tuple[Tensor, ...]:
     return (result,)
 
 
-def _one_sample_each(cotangent: Tensor, loc: Loc, batch_size: int) -> Tensor:
+def _place(tap: Node, batch_size: int | torch.SymInt) -> tuple[Loc, int]:
+    """Where the batch is in a value, and how often it repeats there."""
+    loc: Loc = tap.meta["axes"].batch
+    return loc, int(value(tap).shape[loc.dim] // (batch_size * int(loc.inner)))
+
+
+def _one_sample_each(cotangent: Tensor, loc: Loc, outer: int) -> Tensor:
     """``[K, *shape] -> [K * B, *shape]``, entry ``(k, b)`` zero off sample ``b``."""
-    at = loc.dim + 1
-    inner = int(loc.inner)
-    owner = torch.arange(cotangent.shape[at], device=cotangent.device) // inner % batch_size
-    mine = owner == torch.arange(batch_size, device=cotangent.device).unsqueeze(1)
-    mine = mine.reshape(1, batch_size, *(1,) * loc.dim, -1, *(1,) * (cotangent.dim() - at - 1))
+    at, inner = loc.dim + 1, int(loc.inner)
+    batch = cotangent.shape[at] // (outer * inner)
+    owner = torch.arange(cotangent.shape[at], device=cotangent.device) // inner % batch
+    mine = owner == torch.arange(batch, device=cotangent.device).unsqueeze(1)
+    mine = mine.reshape(1, batch, *(1,) * loc.dim, cotangent.shape[at], *(1,) * (cotangent.dim() - at - 1))
     # A product with zero would make NaN of an infinite cotangent.
     kept = torch.where(mine, cotangent.unsqueeze(1), torch.zeros((), dtype=cotangent.dtype, device=cotangent.device))
     return kept.flatten(0, 1)
@@ -68,23 +73,12 @@ def _one_sample_each(cotangent: Tensor, loc: Loc, batch_size: int) -> Tensor:
 
 def parameters_behind(node: Node) -> list[Node]:
     """The trainable parameters that a parameter value is computed from, in graph order."""
-    return [source for source in _ancestors(node) if "parameter" in source.meta]
+    return [source for source in ancestors(node) if "parameter" in source.meta]
 
 
 def inputs_behind(node: Node) -> list[Node]:
     """The placeholders that a parameter value is computed from, in graph order."""
-    return [source for source in _ancestors(node) if source.op == "placeholder"]
-
-
-def _ancestors(node: Node) -> list[Node]:
-    found: set[Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    return [candidate for candidate in node.graph.nodes if candidate in found]
+    return [source for source in ancestors(node) if source.op == "placeholder"]
 
 
 def rows_through(node: Node) -> Traceable:
@@ -109,7 +103,7 @@ def rows_through(node: Node) -> Traceable:
 def _region(node: Node) -> GraphModule:
     graph = Graph()
     mapping: dict[Node, Node] = {}
-    for source in _ancestors(node):
+    for source in ancestors(node):
         mapping[source] = graph.node_copy(source, lambda argument: mapping[argument])
     graph.output(mapping[node])
     return GraphModule(torch.nn.Module(), graph)

@@ -80,6 +80,18 @@ def named(graph_module: GraphModule) -> dict[str, Node]:
     return {node.name: node for node in graph_module.graph.nodes}
 
 
+def ancestors(node: Node) -> list[Node]:
+    """The node and all that it is computed from, in graph order."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return [candidate for candidate in node.graph.nodes if candidate in found]
+
+
 class Builder:
     """Adds calls before a node, each with its fake value, as if they stood in that node's source line."""
 

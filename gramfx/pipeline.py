@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,11 +51,12 @@ def lower(
     :class:`StaticBatchNeeded` where a symbolic batch cannot be kept.
     """
     done = Lowering()
+    symbolic = is_symbolic(batch_size)
     stages = done.stages
     stages["captured"] = captured.graph_module
     stages["canonical"] = canonicalize(stages["captured"])
     stages["separated"] = separate_uses(stages["canonical"])
-    stages["batched"] = batched = stages["separated"]
+    stages["batched"] = batched = copy.deepcopy(stages["separated"])
     done.coupling = _trace(batched, batch_size)
     rows = rows_of(batched, batch_size, done.coupling)
     uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
@@ -71,6 +73,8 @@ def lower(
     verify_planned(stages["planned"])
     stages["lowered"] = erase_clones(lower_contractions(stages["planned"]))
     verify_lowered(stages["lowered"])
+    if symbolic and not is_symbolic(batch_size):
+        raise StaticBatchNeeded("an op of the model fixes the batch size")
     done.draws = tuple(joint.random)
     return done
 
@@ -79,7 +83,14 @@ def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> 
     inputs = placeholders(graph_module)
     dims = {n.name: n.meta["batch_dim"] for n in inputs if n.meta.get("batch_dim") is not None}
     learned = [node.name for node in inputs if "parameter" in node.meta]
+    if not _several(batch_size):
+        dims = {}
     return trace_axes(graph_module, dims, 1 if batch_size is None else batch_size, learned, results(graph_module)[0])
+
+
+def _several(batch_size: int | torch.SymInt | None) -> bool:
+    """Whether there are samples to tell apart."""
+    return batch_size is not None and (is_symbolic(batch_size) or int(batch_size) > 1)
 
 
 def rows_of(graph_module: GraphModule, batch_size: int | torch.SymInt | None, coupling: Coupling) -> Rows:
@@ -88,8 +99,7 @@ def rows_of(graph_module: GraphModule, batch_size: int | torch.SymInt | None, co
     axes = objectives.meta["axes"]
     shape = value(objectives).shape
     loc = axes.batch if isinstance(axes, Value) else None
-    single = batch_size is None or (not is_symbolic(batch_size) and int(batch_size) < 2)
-    if loc is None or single or objectives in coupling.coupled or not isinstance(loc.inner, int):
+    if loc is None or batch_size is None or objectives in coupling.coupled or not isinstance(loc.inner, int):
         count = value(objectives).numel()
         if is_symbolic(count):
             raise StaticBatchNeeded("the objectives are coupled")

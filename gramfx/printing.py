@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gramfx.axes import Value
 from gramfx.graph import module_path, target_name
 from gramfx.torch_compat import pytree
 
@@ -29,12 +30,20 @@ def print_graph(graph_module: GraphModule) -> None:
 def _row(node: Node) -> tuple[str, str, str, str]:
     if node.op == "placeholder":
         mark = node.meta.get("parameter")
-        return node.name, _value(node.meta.get("val")), "parameter" if mark else "input", str(mark or "")
+        return node.name, _value(node.meta.get("val")) + _sample(node), "parameter" if mark else "input", str(mark or "")
     if node.op == "output":
         return "output", "", f"({_arguments(node)})", ""
     marks = [name for name in ("plan",) if name in node.meta]
     mark = " ".join(f"[{node.meta[name]}]" for name in marks)
-    return node.name, _value(node.meta.get("val")), f"{target_name(node)}({_arguments(node)}) {mark}", module_path(node)
+    return node.name, _value(node.meta.get("val")) + _sample(node), f"{target_name(node)}({_arguments(node)}) {mark}", module_path(node)
+
+
+def _sample(node: Node) -> str:
+    """Where the sample is in a value, after the batched stage: ``@1`` for dim 1, ``@0/5`` for ``index // 5``."""
+    axes = node.meta.get("axes")
+    if not isinstance(axes, Value) or axes.batch is None:
+        return ""
+    return f"@{axes.batch.dim}" + ("" if axes.batch.inner == 1 else f"/{axes.batch.inner}")
 
 
 def _arguments(node: Node) -> str:

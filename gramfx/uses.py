@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from gramfx.axes import Loc, Value
 from gramfx.forms import Form, FormFactor, OneHot, Windows
-from gramfx.graph import named, output_node, value
+from gramfx.graph import ancestors, named, output_node, value
 from gramfx.provenance import differentiable
 from gramfx.rules.pullbacks import Spelling, pull_back
 from gramfx.rules.uses import form_of
@@ -57,9 +57,10 @@ class Use:
     @property
     def needed(self) -> tuple[Node, ...]:
         """The forward values that its gradient is made from, besides cotangents."""
+        ids = [node for node in ancestors(self.parameter_value) if not differentiable(value(node))]
         if self.form is None:
-            return tuple(self.op.all_input_nodes)
-        return tuple(factor.node for factor in self.form.factors if factor.node is not None)
+            return (*ids, *self.op.all_input_nodes)
+        return (*ids, *(factor.node for factor in self.form.factors if factor.node is not None))
 
 
 def uses_of(graph_module: GraphModule, coupled: Collection[Node], rows: Rows) -> list[Use]:
@@ -126,10 +127,13 @@ def term_of(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> tuple[Node 
     spelling = Spelling([spelled.dim(labels) for labels in use.form.parameter], spelled.sizes)
     source = _pulled(use.parameter_value, spelling)
     parameter = tuple(axis for dim in spelling.dims for axis in dim)
+    nodes = [factor.node for factor in use.form.factors]
+    for ids, axes, view in spelling.choices:
+        factors.append(Factor(len(factors), axes, view))
+        nodes.append(ids)
     factors = [dataclasses.replace(f, axes=_taken_apart(f.axes, spelling.splits)) for f in factors]
     term = Term(use.clone.name, spelled.rows, tuple(factors), parameter, dict(spelling.sizes), dict(spelling.slices))
-    nodes = tuple(factor.node for factor in use.form.factors)
-    return source, term, nodes
+    return source, term, tuple(nodes)
 
 
 def _pulled(node: Node, spelling: Spelling) -> Node | None:
@@ -138,7 +142,7 @@ def _pulled(node: Node, spelling: Spelling) -> Node | None:
     source = pull_back(node, spelling)
     if source is None:
         spelling.dims, spelling.sizes = kept
-        spelling.slices, spelling.splits = {}, {}
+        spelling.slices, spelling.splits, spelling.choices = {}, {}, []
     return source
 
 

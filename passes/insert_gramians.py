@@ -16,7 +16,7 @@ from gramfx.errors import VerificationError
 from gramfx.fallback import inputs_behind, parameters_behind, rows_of_node, rows_through
 from gramfx.forms import OneHot
 from gramfx.graph import Builder, inline, named, output_node, rename, results, value
-from gramfx.terms import SAMPLE, Factor, ParameterTerms, Term
+from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Term
 from gramfx.torch_compat import is_symbolic, trace
 from gramfx.uses import Rows, StaticBatchNeeded, Use, term_of
 from gramfx.passes.differentiate import Joint
@@ -97,18 +97,14 @@ class _Insertion:
         return term, [*tensors, ids]
 
     def _rows_of_node(self, use: Use, store: dict[str, str]) -> Node:
-        if is_symbolic(self.batch_size):
-            raise StaticBatchNeeded(f"{use.op} is differentiated node by node")
         tapped = [tap for tap in use.taps if tap.name in store]
         use = dataclasses.replace(use, taps=tuple(tapped))
         inputs = [self._joint(node) for node in use.op.all_input_nodes]
         cotangents = [self.nodes[store[tap.name]] for tap in tapped]
-        return self._call(rows_of_node(use, self.rows, int(self.batch_size)), [*inputs, *cotangents])[0]
+        return self._call(rows_of_node(use, self.rows, self.batch_size), [*inputs, *cotangents])[0]
 
     def _add_rows(self, use: Use, made: Node) -> None:
         """Rows at the value used, pulled back to each parameter behind it."""
-        if is_symbolic(self.batch_size):
-            raise StaticBatchNeeded(f"the value that {use.op} uses is a function of parameters")
         rename(made, f"{use.clone.name}_rows")
         start = use.parameter_value
         parameters = parameters_behind(start)
@@ -161,7 +157,8 @@ def _pointing(term: Term, nodes: list[Node], tensors: list[Node]) -> Term:
 
 def _dense(use: Use, rows: Node) -> Term:
     """The term whose rows are there already."""
-    count, *shape = (int(size) for size in value(rows).shape)
+    count = SYMBOLIC if is_symbolic(value(rows).shape[0]) else int(value(rows).shape[0])
+    shape = [int(size) for size in value(rows).shape[1:]]
     parameter = tuple(f"p{i}" for i in range(len(shape)))
     sizes = {"k0": count, **dict(zip(parameter, shape, strict=True))}
     return Term(use.clone.name, ("k0",), (Factor(0, ("k0", *parameter)),), parameter, sizes)

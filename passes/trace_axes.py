@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -73,9 +73,7 @@ def trace_axes(
     return sweep(graph_module.graph, flags, objectives or _outputs(graph_module.graph)[0])
 
 
-def propagate(
-    graph_module: GraphModule, inputs: Mapping[str, Value], batch: Size, decompose: bool = True
-) -> Flags:
+def propagate(graph_module: GraphModule, inputs: Mapping[str, Value], batch: Size, decompose: bool = True) -> Flags:
     """Set ``meta["axes"]`` on every node from the placeholders' values; the flagged edges."""
     flags: Flags = {}
     for node in graph_module.graph.nodes:
@@ -147,7 +145,7 @@ def _evaluate(node: Node, batch: Size, flags: Flags, decompose: bool) -> Axes:
             values.append(None)
             continue
         floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        call = Call(node.target, _arguments(node), shapes, index, floating, batch)
+        call = Call(cast(Any, node.target), _arguments(node), shapes, index, floating, batch)
         parts = by_parts(call) if rule is opaque and decompose else None
         values.append(parts or rule(call))
         for operand in call.operands:

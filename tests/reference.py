@@ -49,7 +49,8 @@ def columns_under(named: dict[str, Tensor], prefix: str) -> Tensor:
     return torch.cat(chosen)
 
 
-def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """A gradient as columns of the Jacobian; None is zero."""
     if gradient is None:
         gradient = torch.zeros_like(parameter)
     if gradient.is_sparse:
@@ -63,7 +64,7 @@ def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     gradients: Sequence[Tensor | None] = [None] * len(parameters)
     if value.requires_grad:
         gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-    return torch.cat([_flat(g, p) for g, p in zip(gradients, parameters, strict=True)])
+    return torch.cat([flat(g, p) for g, p in zip(gradients, parameters, strict=True)])
 
 
 def jacobian(objectives: Tensor, parameters: Sequence[Tensor]) -> Tensor:

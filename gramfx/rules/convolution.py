@@ -31,7 +31,9 @@ def convolve(call: Call) -> Value:
         if operand is data:
             return loc if loc.dim < lead else across(data, loc) if loc.dim == lead else None
         if operand is weight and transposed:
-            return across(weight, loc) if loc.dim == 0 else Loc(lead, loc.inner) if loc.dim == 1 and groups == 1 else None
+            return (
+                across(weight, loc) if loc.dim == 0 else Loc(lead, loc.inner) if loc.dim == 1 and groups == 1 else None
+            )
         return Loc(lead, loc.inner) if loc.dim == 0 else None
 
     places = []

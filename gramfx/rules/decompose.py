@@ -96,7 +96,7 @@ def _trace(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> GraphModule 
     try:
         with unset_fake_temporarily(), FakeTensorMode(), torch.no_grad():
             tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves if isinstance(leaf, Hole)]
-            graph_module = make_fx(_functional(run), decomposition_table=core_aten_decompositions())(*tensors)
+            graph_module = make_fx(_functional(run), decomposition_table=dict(core_aten_decompositions()))(*tensors)
     except Exception:  # whatever an op's own decomposition raises: without parts it has no rule
         return None
     calls = [n.target for n in graph_module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]

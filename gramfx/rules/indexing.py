@@ -76,7 +76,9 @@ def index_put(call: Call) -> Value:
     source, values = call.args["self"], call.args["values"]
     positions = [o for o in call.operands if o is not source and o is not values]
     if any(_is_mask(o) for o in positions):
-        return _ignore(call, positions, call.joined([(source, source.batch), (values, call.placed(values, None, CROSSES))]))
+        return _ignore(
+            call, positions, call.joined([(source, source.batch), (values, call.placed(values, None, CROSSES))])
+        )
     dims, start, width = _indexed_dims(call, source.rank)
     layout = list(_layout(dims, start, width, source.rank))
     place: Loc | None = None
@@ -101,7 +103,7 @@ def _landing(call: Call, source: Operand, label: Label, width: int) -> Loc | Non
 
 def gather(call: Call) -> Value:
     """``out[i, d, j] = x[i, indices[i, d, j], j]``; indices may be shorter than x in the other dims."""
-    source, indices = call.args["self"], call.args.get("index", call.args.get("indices"))
+    source, indices = call.operands
     place = source.batch
     if place is not None and place.dim in call.dims():
         place = None
@@ -152,10 +154,16 @@ def written_view(call: Call) -> Value:
     dims = {d % source.rank for name in ("dim", "dim1", "dim2") if (d := call.get(name)) is not None}
     place = None
     if written.batch is not None:
-        names = list(range(source.rank)) if written.rank == source.rank else [d for d in range(source.rank) if d not in dims]
+        names = (
+            list(range(source.rank))
+            if written.rank == source.rank
+            else [d for d in range(source.rank) if d not in dims]
+        )
         diagonal = "dim1" in call.args
         dim = names[written.batch.dim] if written.batch.dim < len(names) else None
-        whole = dim is not None and (dim not in dims or source.shape == written.shape) and not (diagonal and dim in dims)
+        whole = (
+            dim is not None and (dim not in dims or source.shape == written.shape) and not (diagonal and dim in dims)
+        )
         place = Loc(dim, written.batch.inner) if whole and dim is not None else None
     return call.joined([(source, source.batch), (written, call.placed(written, place, CROSSES))])
 

@@ -10,7 +10,9 @@ def _follow_leading(call: Call, trailing: dict[int, int], operands: list[Operand
     """Leading dims align to the right of each other; an operand has ``trailing[its place]`` dims of its own, or 2."""
     leads = [max(o.rank - trailing.get(at, 2), 0) for at, o in enumerate(operands)]
     width = max(leads)
-    listed = [(o, (*range(width - lead, width), *["own"] * (o.rank - lead))) for o, lead in zip(operands, leads)]
+    listed = [
+        (o, (*range(width - lead, width), *["own"] * (o.rank - lead))) for o, lead in zip(operands, leads, strict=True)
+    ]
     output: list[Label] = [*range(width), *[None] * (len(call.shape) - width)]
     return call.labelled(listed, output)
 

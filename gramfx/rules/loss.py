@@ -82,7 +82,10 @@ def embedding_pairs(call: Call) -> Value:
         return _reduced(call)
     rows = len(call.shape)
     return call.labelled(
-        [(o, ("n", "d")[:rows] + ("d",) * (o.rank - rows) if o.rank > rows else ("n",)[: o.rank]) for o in call.operands],
+        [
+            (o, ("n", "d")[:rows] + ("d",) * (o.rank - rows) if o.rank > rows else ("n",)[: o.rank])
+            for o in call.operands
+        ],
         ("n",)[:rows],
     )
 

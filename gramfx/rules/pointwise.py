@@ -8,11 +8,18 @@ from __future__ import annotations
 from gramfx.axes import Loc, Value
 from gramfx.rules.table import Call, broadcast, define, right_aligned
 
-define("hardswish hardswish_backward hardtanh_backward hardsigmoid_backward leaky_relu_backward elu_backward", broadcast)
-define("softplus_backward log_sigmoid log_sigmoid_forward log_sigmoid_backward mish_backward rrelu rrelu_with_noise", broadcast)
+define(
+    "hardswish hardswish_backward hardtanh_backward hardsigmoid_backward leaky_relu_backward elu_backward", broadcast
+)
+define(
+    "softplus_backward log_sigmoid log_sigmoid_forward log_sigmoid_backward mish_backward rrelu rrelu_with_noise",
+    broadcast,
+)
 define("rrelu_with_noise_functional rrelu_with_noise_backward celu selu elu hardshrink softshrink threshold", broadcast)
 define("dropout alpha_dropout native_dropout native_dropout_backward feature_dropout feature_alpha_dropout", broadcast)
-define("rsub subtract multiply divide true_divide floor_divide add sub mul div remainder fmod pow float_power", broadcast)
+define(
+    "rsub subtract multiply divide true_divide floor_divide add sub mul div remainder fmod pow float_power", broadcast
+)
 define("isclose isin.Tensor_Scalar isreal where.ScalarOther where.ScalarSelf where.Scalar where.self", broadcast)
 define("masked_fill fill complex polar real imag special_ndtr special_polygamma polygamma", broadcast)
 define("__and__ __or__ __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor logical_not", broadcast)

@@ -1,4 +1,4 @@
-"""From a view of a parameter back to the parameter: axes move, no tensor is touched.
+"""From a view of a parameter, or rows of it chosen by constant ids, back to the parameter: no tensor is touched.
 
 Each rule inverts one view op on a :class:`Spelling`, the axes of each dim of the op's output, and leaves the axes of
 each dim of its input. A rule returns ``False`` where names alone cannot say it; then the rows are made and pulled
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gramfx.forms import OneHot
 from gramfx.graph import value
 from gramfx.terms import SAMPLE
 
@@ -22,12 +23,16 @@ aten = torch.ops.aten
 
 
 class Spelling:
-    """The axes of each dim of a value, with extents; ``splits`` records axes that had to be taken apart."""
+    """The axes of each dim of a value, with extents.
+
+    ``splits`` records axes that had to be taken apart, ``choices`` the one-hot factors of rows chosen by ids.
+    """
 
     def __init__(self, dims: list[list[str]], sizes: dict[str, int]) -> None:
         self.dims, self.sizes = dims, sizes
         self.slices: dict[str, tuple[int, int]] = {}
         self.splits: dict[str, list[str]] = {}
+        self.choices: list[tuple[Node, tuple[str, ...], OneHot]] = []
 
     def fresh(self, size: int) -> str:
         """A new axis of the parameter."""
@@ -173,6 +178,23 @@ def _piece(node: Node, spelling: Spelling) -> bool:
     return _part(spelling, dim, first, int(value(node).shape[dim]), int(shape[dim]))
 
 
+def _chosen(node: Node, spelling: Spelling) -> bool:
+    """Rows by ids that are the same for all samples: position tables. Their dims become tokens."""
+    table, ids = node.args[0], node.args[2] if node.target is aten.index_select.default else node.args[1]
+    if node.target is aten.index_select.default and node.args[1] != 0 or not isinstance(ids, Node):
+        return False
+    ignored = int(node.args[2]) if node.target is aten.embedding.default and len(node.args) > 2 else -1  # type: ignore[arg-type]
+    if any(axis in spelling.slices for dim in spelling.dims for axis in dim) or len(node.args) > 3:
+        return False
+    count = value(ids).dim()
+    places = tuple(axis for dim in spelling.dims[:count] for axis in dim)
+    classes = int(value(table).shape[0])
+    row = spelling.fresh(classes)
+    spelling.choices.append((ids, (*places, row), OneHot(classes, ignored)))
+    spelling.dims = [[row], *spelling.dims[count:]]
+    return True
+
+
 _PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
 
 PULLBACKS: dict[Any, Callable[[Node, Spelling], bool]] = {
@@ -192,6 +214,8 @@ PULLBACKS: dict[Any, Callable[[Node, Spelling], bool]] = {
         _reshape,
     ),
     aten.expand.default: _expand,
+    aten.embedding.default: _chosen,
+    aten.index_select.default: _chosen,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     operator.getitem: _piece,

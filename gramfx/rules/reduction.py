@@ -13,7 +13,9 @@ def vanish(call: Call, dims: Collection[int]) -> Value:
     (operand,) = call.operands
     names = tuple(range(operand.rank))
     kept: list[Label] = [None if d in dims else d for d in names]
-    return call.labelled([(operand, names)], kept if len(call.shape) == operand.rank else [d for d in kept if d is not None])
+    return call.labelled(
+        [(operand, names)], kept if len(call.shape) == operand.rank else [d for d in kept if d is not None]
+    )
 
 
 def reduce(call: Call) -> Value:
@@ -64,7 +66,7 @@ def quantile(call: Call) -> Value:
     data, *points = call.operands
     dims = call.dims()
     kept: list[Label] = [None if d in dims else d for d in range(data.rank)]
-    shape = kept if call.get("keepdim") else [d for d in kept if d is not None]
+    shape: list[Label] = kept if call.get("keepdim") else [d for d in kept if d is not None]
     lead: list[Label] = [None] * (len(call.shape) - len(shape))
     return call.labelled([(data, tuple(range(data.rank))), *((q, ("q",) * q.rank) for q in points)], lead + shape)
 
@@ -130,13 +132,11 @@ def differences(call: Call) -> Value:
 define("sum nansum mean nanmean prod amax amin argmax argmin any all count_nonzero logsumexp max min median", reduce)
 define("nanmedian mode kthvalue aminmax std var std_mean var_mean norm linalg_vector_norm special_logsumexp", reduce)
 define("hash_tensor", reduce)
-define("dist trace.all", reduce_all)
+define("dist trace", reduce_all)
 define("softmax log_softmax _softmax _log_softmax special_softmax special_log_softmax _safe_softmax", mix)
 define("cumsum cumprod logcumsumexp cummax cummin sort argsort fft_fftshift fft_ifftshift", mix)
 define("fft_fft fft_ifft fft_fft2 fft_ifft2 _fft_c2c", mix)
-define("flip", shifted("dims"))
-define("roll", shifted("dims"))
-define("rot90.swap", shifted("dims"))
+define("flip roll", shifted("dims"))
 define("fliplr", mix_dim(1))
 define("flipud msort", mix_dim(0))
 define("topk fft_rfft fft_irfft fft_hfft fft_ihfft fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 glu", renew)

@@ -96,7 +96,12 @@ def cut_slice(call: Call) -> Value:
     operand = call.first
     dim = call.args["dim"] % operand.rank
     start = call.args["start"] or 0
-    return _cut(call, dim, size_of(start + operand.shape[dim]) if isinstance(start, int) and start < 0 else start, call.args["step"])
+    return _cut(
+        call,
+        dim,
+        size_of(start + operand.shape[dim]) if isinstance(start, int) and start < 0 else start,
+        call.args["step"],
+    )
 
 
 def cut_narrow(call: Call) -> Value:
@@ -104,7 +109,7 @@ def cut_narrow(call: Call) -> Value:
     operand, *position = call.operands
     call.seen.update(id(o) for o in position)
     dim, start = call.args["dim"] % operand.rank, call.args["start"]
-    start = call.batch * 0 + 1 if isinstance(start, Operand) else start  # unknown: only a whole slice stays
+    start = 1 if isinstance(start, Operand) else start  # unknown: no period starts there for sure
     return _cut(call, dim, size_of(start + operand.shape[dim]) if isinstance(start, int) and start < 0 else start)
 
 
@@ -204,7 +209,10 @@ def summed_to(call: Call) -> Value:
     """Broadcasting undone: the dims it made are summed."""
     (operand,) = call.operands
     names = right_aligned(len(call.shape), operand.rank)
-    shrunk = [n if call.shape[at] == operand.shape[operand.rank - len(call.shape) + at] else None for at, n in enumerate(names)]
+    shrunk = [
+        n if call.shape[at] == operand.shape[operand.rank - len(call.shape) + at] else None
+        for at, n in enumerate(names)
+    ]
     return call.labelled([(operand, tuple(range(operand.rank)))], shrunk)
 
 

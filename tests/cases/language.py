@@ -143,7 +143,7 @@ class TwoTaskGRU(nn.Module):
         return self.one(steps[-1]), self.two(steps.mean(0))
 
 
-def task_losses(output: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+def task_losses(output: tuple[Tensor, Tensor], *targets: Tensor) -> Tensor:
     """Objectives [2]: the mean square error of each task."""
     return torch.stack([F.mse_loss(o, y) for o, y in zip(output, targets, strict=True)])
 
