@@ -15,11 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 from gramfx.errors import ParameterMutationError, UnsupportedError
 from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
+from gramfx.torch_compat import RELAXED
 
 aten = torch.ops.aten
 
-#: Views that also take tensors of other strides than the graph was traced with.
-RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 # Facts about dtypes and layouts that hold by construction.
 _ASSERTIONS = {aten._assert_tensor_metadata.default}
 _REFUSED = {

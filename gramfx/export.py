@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gramfx import recurrent
 from gramfx.captured import Captured, Slot, normal_form, slot_of_input, slot_of_state
 from gramfx.program import Call, Program
-from gramfx.torch_compat import InputKind, OutputKind, export_program, flat_weights_kept, packing_replaced
+from gramfx.substitutes import as_captured
+from gramfx.torch_compat import InputKind, OutputKind, export_program
 
 
 def by_export(program: Program, call: Call, dynamic: bool) -> Captured:
     """Capture by export. Raises whatever torch raises."""
     tensors = [tensor.detach().contiguous() for tensor in (*call.tensors, *program.loose)]
     dims = [*call.batch_dims, *(None for _ in program.loose)]
-    with packing_replaced(recurrent.pack, recurrent.unpack, recurrent.run), flat_weights_kept(program):
+    with as_captured(program):
         exported = export_program(program, tensors, dims, dynamic)
     slots, names, constants = _slots(exported, call)
     outputs = [_renewed(spec, names) for spec in exported.graph_signature.output_specs]

@@ -83,9 +83,10 @@ def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> 
     inputs = placeholders(graph_module)
     dims = {n.name: n.meta["batch_dim"] for n in inputs if n.meta.get("batch_dim") is not None}
     learned = [node.name for node in inputs if "parameter" in node.meta]
-    if not _several(batch_size):
-        dims = {}
-    return trace_axes(graph_module, dims, 1 if batch_size is None else batch_size, learned, results(graph_module)[0])
+    if batch_size is None or not _several(batch_size):
+        # One sample, or none, is nothing to tell apart; no dim has this size, so nothing is taken for a batch.
+        dims, batch_size = {}, -1
+    return trace_axes(graph_module, dims, batch_size, learned, results(graph_module)[0])
 
 
 def _several(batch_size: int | torch.SymInt | None) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.captured import Captured
-from gramfx.graph import named, placeholders, value
+from gramfx.graph import named, placeholders, results, value
 from gramfx.pipeline import Lowering
 from gramfx.program import Program
 from gramfx.torch_compat import compile_graph, fake_mode_of, trace
@@ -101,11 +101,10 @@ def gradient_graph(lowering: Lowering) -> GraphModule:
     graph_module = lowering.stages["canonical"]
     inputs = placeholders(graph_module)
     learned = [index for index, node in enumerate(inputs) if "parameter" in node.meta]
-    nodes = named(lowering.stages["separated"])
     drawn = [named(graph_module)[name] for name in lowering.draws]
     fakes = [value(node) for node in (*inputs, *drawn)]
     with fake_mode_of(graph_module):
-        weights = torch.empty_like(value(_objectives(graph_module)))
+        weights = torch.empty_like(value(results(graph_module)[0]), memory_format=torch.contiguous_format)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         *given, seed = tensors
@@ -121,11 +120,5 @@ def gradient_graph(lowering: Lowering) -> GraphModule:
             found = torch.autograd.grad(objectives, wanted, seed, allow_unused=True)
         return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
 
-    assert nodes
     return trace(run, [*fakes, weights])
 
-
-def _objectives(graph_module: GraphModule) -> Node:
-    from gramfx.graph import results
-
-    return results(graph_module)[0]

@@ -35,6 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "InputKind",
     "OutputKind",
+    "RELAXED",
     "ambient_state",
     "compile_graph",
     "export_program",
@@ -55,6 +56,9 @@ aten = torch.ops.aten
 
 #: What torch raises when Python needs a value that only running the model would tell.
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+#: Views that also take tensors of other strides than the graph was traced with.
+RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 #: Ops whose backward gives wrong values under ``vmap``.
 _WRONG_UNDER_VMAP = {aten.cdist.default, aten._cdist_forward.default, aten._cdist_backward.default}
@@ -233,9 +237,13 @@ def trace(function: Callable[..., Any], fakes: Sequence[Any], *, stack_traces: b
 def _make_fx(function: Callable[..., Any], fakes: Sequence[Any], stack_traces: bool) -> GraphModule:
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), FakeTensorMode())
     with tracing_quirks(), mode, preserve_node_meta():
-        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces)(
+        made = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces)(
             *fakes
         )
+    for node in made.graph.nodes:
+        node.target = RELAXED.get(node.target, node.target)
+    made.recompile()
+    return made
 
 
 def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:

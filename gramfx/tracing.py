@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from gramfx import recurrent
 from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
 from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError, GramfxError
 from gramfx.program import Call, Program
-from gramfx.torch_compat import DATA_DEPENDENT, flat_weights_kept, new_fake_inputs, packing_replaced, pytree, trace
+from gramfx.substitutes import as_captured
+from gramfx.torch_compat import DATA_DEPENDENT, new_fake_inputs, pytree, trace
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
                 program, dict(zip(names, leaves[: len(names)], strict=True)), tuple(leaves[len(names) :])
             )
 
-    with packing_replaced(recurrent.pack, recurrent.unpack, recurrent.run), flat_weights_kept(program):
+    with as_captured(program):
         graph_module = trace(run, fakes, stack_traces=True)
     _only_users_stops(graph_module)
     slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]

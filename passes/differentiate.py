@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramfx.errors import VerificationError
-from gramfx.captured import RELAXED
 from gramfx.graph import inline, named, placeholders, rename, results, value
 from gramfx.provenance import is_random
 from gramfx.torch_compat import fake_mode_of, is_symbolic, pytree, repeated, trace
@@ -185,8 +184,6 @@ def _backward_half(
     for node in ordered:
         if node is not tangent:
             mapping[node] = graph.node_copy(node, lambda argument: mapping[argument])
-            # Repeated, a cotangent comes with other strides.
-            mapping[node].target = RELAXED.get(node.target, node.target)
     graph.output(tuple(mapping[node] for node in wanted))
     return GraphModule(torch.nn.Module(), graph), residuals
 

@@ -198,4 +198,8 @@ def by_parts(call: Call) -> Value | None:
             call.flag(operand, f"{coupling.edges[0].reason} ({target_name(coupling.edges[0].node)} inside)")
     value: Value = output.meta["axes"]
     batch = None if value.batch is None else stand_in.original(value.batch)
+    if batch is None and value.differentiable:
+        # What has no place for the samples, or none that holds at every batch size, has them mixed.
+        for operand in call.operands:
+            call.flag(operand, "loses its samples inside an op taken apart")
     return Value(call.shape, value.differentiable and call.floating, batch)

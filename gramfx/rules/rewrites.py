@@ -28,12 +28,13 @@ def _argument(node: Node, position: int, default: Any = None, name: str = "") ->
 
 
 def _affine(build: Builder, normal: Node, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> Node:
-    """``normal * weight + bias`` with both reshaped to ``shape``."""
+    """``normal * weight + bias`` with both reshaped to ``shape``, in the dtype that the fused op has."""
+    dtype = value(normal).dtype
     for held, op in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
         if held is not None:
             held = build(aten.reshape.default, held, list(shape)) if shape else held
             normal = build(op, normal, held)
-    return normal
+    return normal if value(normal).dtype == dtype else build(aten._to_copy.default, normal, dtype=dtype)
 
 
 def _channels(rank: int) -> list[int]:
