@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from gramfx.capture import capture
 from gramfx.captured import Captured
-from gramfx.errors import GramfxError, InputError, StaticBatchWarning
+from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.discovery import state_key
 from gramfx.pipeline import STAGES, lower
 from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
 from gramfx.torch_compat import ambient_state, fake_batch_size
-from gramfx.uses import StaticBatchNeeded
 
 Objective = Callable[..., Tensor]
 
@@ -89,6 +86,11 @@ class Step:
             raise InputError("nothing was captured yet", remedy="call the step, or step.capture(...), first")
         return Stage(name, self._last.lowering.stages[name])
 
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured so far."""
+        return len(self._made)
+
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Call:
         if targets is not None and self._objective is None:
             raise InputError("targets were given, but there is no objective", remedy="pass objective= to transform")
@@ -122,9 +124,10 @@ class Step:
             try:
                 self._made[key] = (*self._lowered(call, dynamic=True), kept)
                 return
-            except (StaticBatchNeeded, GramfxError) as problem:
+            except Exception as problem:
+                # Whatever torch cannot do with a symbol it may do with a number; if not, that raises below.
                 self._static.add(family)
-                reason = str(problem).splitlines()[0]
+                reason = str(problem).partition("\n")[0]
         static = (False, exact)
         if static not in self._made:
             self._made[static] = (*self._lowered(call, dynamic=False), kept)
@@ -173,5 +176,3 @@ def transform(
         raise InputError("the model cannot be called", expected="a module or a function", got=type(model).__name__)
     return Step(model, objective, in_dims, reuse, coupled, compile, dynamic)
 
-
-assert copy and torch

@@ -19,13 +19,16 @@ from gramfx.discovery import Recorder
 from gramfx.errors import (
     CaptureError,
     CaptureMismatchError,
+    DataDependentError,
     GramfxError,
     NoTrainableParameterError,
     ObjectiveError,
     UnsupportedError,
 )
 from gramfx.export import by_export
+from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
+from gramfx.torch_compat import data_dependent, flat_weights_kept
 from gramfx.tracing import by_tracing, explain, refuse_custom_functions
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
@@ -56,6 +59,7 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
         try:
             with _random_state_kept(program, call), refuse_custom_functions():
                 captured = method(program, call, dynamic)
+            _refuse_data_dependent(captured)
             with _random_state_kept(program, call):
                 _compare(captured, program, call, reference)
             return captured
@@ -97,25 +101,29 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
 
 
 def _run_eagerly(program: Program, call: Call) -> Reference:
+    """On copies of everything the forward might change."""
     _refuse_wrappers(program)
     tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
-    buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
-    with Recorder([*program.parameters(), *buffers.values(), *tensors]) as recorder:
-        objectives = torch.func.functional_call(program, buffers, tuple(tensors))
+    state = {name: _copy(tensor) for name, tensor in [*program.named_parameters(), *program.named_buffers()]}
+    with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program):
+        objectives = torch.func.functional_call(program, state, tuple(tensors))
     program.loose = tuple(recorder.loose.values())
     leaves = trainable(program)
     _check_differentiable(objectives, leaves)
+    copies = {id(tensor): state[name] for name, tensor in program.named_parameters()}
     weights = torch.rand(objectives.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return Reference(objectives.detach(), weights, _gradients(objectives, weights, leaves))
+    gradients = _gradients(objectives, weights, {key: copies.get(key, tensor) for key, (_, tensor) in leaves.items()})
+    return Reference(objectives.detach(), weights, gradients)
 
 
-def _gradients(
-    objectives: Tensor, weights: Tensor, leaves: dict[int, tuple[str, Tensor]]
-) -> dict[int, Tensor | None]:
-    tensors = [tensor for _, tensor in leaves.values()]
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _gradients(objectives: Tensor, weights: Tensor, leaves: dict[int, Tensor]) -> dict[int, Tensor | None]:
     if not objectives.requires_grad:
         return dict.fromkeys(leaves)
-    found = torch.autograd.grad(objectives, tensors, (weights + 0.5).to(objectives), allow_unused=True)
+    found = torch.autograd.grad(objectives, list(leaves.values()), (weights + 0.5).to(objectives), allow_unused=True)
     return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(leaves, found, strict=True)}
 
 
@@ -154,11 +162,22 @@ def _check_differentiable(objectives: Tensor, leaves: dict[int, tuple[str, Tenso
         )
 
 
+def _refuse_data_dependent(captured: Captured) -> None:
+    for node in captured.graph_module.graph.nodes:
+        if data_dependent(node.meta.get("val")):
+            raise DataDependentError(
+                "a shape in the model depends on tensor values",
+                expected="shapes that follow from the shapes of the inputs",
+                where=where(node),
+                remedy="use torch.where and masks instead of nonzero() and boolean indices",
+            )
+
+
 def _compare(captured: Captured, program: Program, call: Call, reference: Reference) -> None:
     leaves = trainable(program)
     tensors = [tensor.detach() for tensor in call.tensors]
     objectives = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))[0]
-    got = _gradients(objectives, reference.weights, leaves)
+    got = _gradients(objectives, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
     if objectives.shape != reference.objectives.shape:
         raise _mismatch("shape of the objectives", tuple(reference.objectives.shape), tuple(objectives.shape))
     dtypes = [reference.objectives.dtype, *(t.dtype for _, t in leaves.values()), *_dtypes(captured)]

@@ -60,9 +60,9 @@ def lower(
     done.coupling = _trace(batched, batch_size)
     rows = rows_of(batched, batch_size, done.coupling)
     uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
-    _report_coupling(done.coupling, uses, rows, coupled)
-    if any(use.coupled for use in uses) and is_symbolic(batch_size):
+    if any(use.coupled for use in uses) and is_symbolic(value(results(batched)[0]).numel()):
         raise StaticBatchNeeded("the objectives are coupled")
+    _report_coupling(done.coupling, uses, rows, coupled)
     joint = differentiate(batched, rows, *_taps(uses), _needed(batched, uses))
     verify_joint(joint)
     stages["joint"] = joint.graph_module

@@ -15,7 +15,7 @@ from gramfx.captured import Captured
 from gramfx.graph import named, placeholders, results, value
 from gramfx.pipeline import Lowering
 from gramfx.program import Program
-from gramfx.torch_compat import compile_graph, fake_mode_of, trace
+from gramfx.torch_compat import compile_graph, contiguous, fake_mode_of, trace
 
 Runnable = Callable[..., Any]
 
@@ -102,7 +102,7 @@ def gradient_graph(lowering: Lowering) -> GraphModule:
     inputs = placeholders(graph_module)
     learned = [index for index, node in enumerate(inputs) if "parameter" in node.meta]
     drawn = [named(graph_module)[name] for name in lowering.draws]
-    fakes = [value(node) for node in (*inputs, *drawn)]
+    fakes = [contiguous(value(node)) for node in (*inputs, *drawn)]
     with fake_mode_of(graph_module):
         weights = torch.empty_like(value(results(graph_module)[0]), memory_format=torch.contiguous_format)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
+    free_unbacked_symbols,
 )
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -38,6 +40,8 @@ __all__ = [
     "RELAXED",
     "ambient_state",
     "compile_graph",
+    "contiguous",
+    "data_dependent",
     "export_program",
     "fake_batch_size",
     "fake_mode_of",
@@ -48,6 +52,8 @@ __all__ = [
     "packing_replaced",
     "pytree",
     "repeated",
+    "same_shape",
+    "same_size",
     "trace",
     "tracing_quirks",
 ]
@@ -63,6 +69,15 @@ RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: a
 #: Ops whose backward gives wrong values under ``vmap``.
 _WRONG_UNDER_VMAP = {aten.cdist.default, aten._cdist_forward.default, aten._cdist_backward.default}
 
+# What these log on a failure is raised as well.
+_LOUD = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.fx.experimental.proxy_tensor",
+    "torch._export.non_strict_utils",
+    "torch.export._trace",
+)
+
 _RECURRENT = (
     aten.lstm.input,
     aten.gru.input,
@@ -74,6 +89,30 @@ _RECURRENT = (
 def is_symbolic(size: Any) -> bool:
     """Whether a size is still a symbol, not a number."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def data_dependent(held: Any) -> bool:
+    """Whether a fake value has a size that only running the model would tell."""
+    return any(bool(free_unbacked_symbols(leaf)) for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal at every batch size; comparing them by ``==`` would fix a symbolic one."""
+    left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (a, b))
+    return bool(left == right)
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """:func:`same_size` for all dims."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def contiguous(fake: Any) -> Any:
+    """A contiguous fake of the same shape; anything but a fake tensor as it is."""
+    if not isinstance(fake, FakeTensor):
+        return fake
+    with fake.fake_mode:
+        return torch.empty_like(fake, memory_format=torch.contiguous_format)
 
 
 def jagged(tensor: Tensor) -> bool:
@@ -108,12 +147,17 @@ def tracing_quirks() -> Iterator[None]:
     held = {op: table.pop(op) for op in wrong if op in table}
     path_search = torch.backends.opt_einsum.enabled
     torch.backends.opt_einsum.enabled = False
+    loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
     try:
+        for logger in loud:
+            logger.disabled = True
         with warnings.catch_warnings():
             # The model's own warnings were shown by its eager run; the rest is torch about torch.
             warnings.simplefilter("ignore")
             yield
     finally:
+        for logger in loud:
+            logger.disabled = False
         torch.backends.opt_einsum.enabled = path_search
         table.update(held)
 
@@ -264,11 +308,10 @@ def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[in
 
 def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., Any]:
     """Inductor's compilation of a flat ATen graph; ``random`` keeps torch's own random number generator."""
-    from torch._inductor.compile_fx import compile_fx
-
     fakes = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     options = {"fallback_random": True} if random else {}
-    with torch.no_grad(), tracing_quirks(), warnings.catch_warnings():
-        # Inductor warns of the machine (no online softmax, few cores), not of the graph.
-        warnings.filterwarnings("ignore", module=r"torch\._inductor\..*")
+    with torch.no_grad(), tracing_quirks():
+        # Imported here: it takes seconds, and warns about torch itself.
+        from torch._inductor.compile_fx import compile_fx
+
         return compile_fx(graph_module, fakes, config_patches=options or None)

@@ -20,8 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gramfx.errors import VerificationError
 from gramfx.graph import inline, named, placeholders, rename, results, value
 from gramfx.provenance import is_random
-from gramfx.torch_compat import fake_mode_of, is_symbolic, pytree, repeated, trace
+from gramfx.torch_compat import contiguous, fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
+#: ``vmap`` may fix a symbolic batch; up to so many cotangents are pulled back one by one instead.
+MOST_UNROLLED = 16
+
 
 @dataclass
 class Joint:
@@ -108,7 +111,7 @@ class _Tapped(Interpreter):
 
 def _trace_once(graph_module: GraphModule, taps: list[Node], keep: list[Node]) -> tuple[GraphModule, list[Node]]:
     """``(*inputs, tangent) -> (*kept values, *cotangents of the taps that a gradient reaches)``."""
-    fakes = [value(node) for node in placeholders(graph_module)]
+    fakes = [contiguous(value(node)) for node in placeholders(graph_module)]
     reached: list[Node] = []
 
     def run(*arguments: Any) -> tuple[Any, ...]:
@@ -228,13 +231,14 @@ def _append(
 ) -> list[Node]:
     """Trace the backward half for all seeds and put it behind the forward one."""
     half, residuals = back
+    symbolic = any(is_symbolic(size) for node in joint.graph.nodes for size in _sizes(node))
     inputs = [objectives, *(mapping[node] for node in residuals)]
 
     def run(values: Tensor, *held: Any) -> Sequence[Tensor]:
         tangents = seeds(values)
         if tangents.shape[0] == 1:
             return half(tangents[0], *held)
-        if any(is_symbolic(size) for size in values.shape):
+        if symbolic and len(tangents) <= MOST_UNROLLED:
             each = [half(tangent, *held) for tangent in tangents.unbind()]
             return [torch.stack(one) for one in zip(*each, strict=True)]
         ops = (node.target for node in half.graph.nodes)
@@ -249,6 +253,10 @@ def _append(
             rename(cotangent, f"{node.name}_cotangent")
         store[node.name] = cotangent.name
     return made
+
+
+def _sizes(node: Node) -> list[Any]:
+    return [size for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor) for size in leaf.shape]
 
 
 def verify_joint(joint: Joint) -> None:

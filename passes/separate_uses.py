@@ -11,7 +11,7 @@ from gramfx.errors import VerificationError
 from gramfx.graph import Builder, output_node, rename, results, value
 from gramfx.provenance import Provenance, provenance
 from gramfx.rules.uses import is_pointwise
-from gramfx.torch_compat import is_symbolic
+from gramfx.torch_compat import is_symbolic, same_shape, same_size
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def _broadcast_operands(user: Node, build: Builder) -> None:
     operands = [arg for arg in user.all_input_nodes if isinstance(value(arg), Tensor)]
     shape = torch.broadcast_shapes(*(value(arg).shape for arg in operands))
     for clone in [arg for arg in operands if arg.meta.get("use", {}).get("op") == user.name]:
-        if value(clone).shape != shape:
+        if not same_shape(value(clone).shape, shape):
             sizes = [_size(operands, dim - len(shape), size, build) for dim, size in enumerate(shape)]
             full = build(aten.expand.default, clone, sizes)
             user.replace_input_with(clone, full)
@@ -79,7 +79,7 @@ def _size(operands: list[Node], dim: int, size: int | torch.SymInt, build: Build
     """``size`` as a number, or as the node that reads it off an operand."""
     if not is_symbolic(size):
         return int(size)
-    source = next(arg for arg in operands if value(arg).dim() >= -dim and value(arg).shape[dim] == size)
+    source = next(arg for arg in operands if value(arg).dim() >= -dim and same_size(value(arg).shape[dim], size))
     return build(aten.sym_size.int, source, value(source).dim() + dim)
 
 

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from gramfx.forms import Dims, Form, FormFactor, OneHot, Windows, letters
 from gramfx.graph import value
+from gramfx.torch_compat import same_size
 
 aten = torch.ops.aten
 UseRule = Callable[[Node, Node], "Form | None"]
@@ -77,7 +78,7 @@ def _same_place(operand: Node, clone: Node) -> Form:
 def _broadcast(dims: Dims, shape: Sequence[Any], out: Sequence[Any]) -> Dims:
     """The spelling of a tensor of ``shape`` that is broadcast to ``out``, spelled ``dims``: stretched dims are empty."""
     lead = len(out) - len(shape)
-    return tuple(dims[lead + i] if size == out[lead + i] else () for i, size in enumerate(shape))
+    return tuple(dims[lead + i] if same_size(size, out[lead + i]) else () for i, size in enumerate(shape))
 
 
 def _cat(consumer: Node, operand: Node) -> Form | None:
@@ -147,7 +148,7 @@ def _einsum(consumer: Node, operand: Node) -> Form | None:
     sizes: dict[tuple[str, ...], Any] = {}
     for node, spelled in zip(operands, dims, strict=True):
         for label, size in zip(spelled, value(node).shape, strict=True):
-            if sizes.setdefault(label, size) != size:
+            if not same_size(sizes.setdefault(label, size), size):
                 return None
     out = _spelled(output, value(consumer).dim(), rank)
     return _einsum_form(operands, dims, out, operand)

@@ -1,0 +1,88 @@
+"""Inductor's result equals the graph run op by op, static and with one graph for all batch sizes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import gramfx
+from tests import reference
+from tests.architectures import ARCHITECTURES, Architecture, load, parameters
+from tests.checks import exact, run
+
+NAMES = ("mlp", "conv_pool_linear", "encoder_layer", "tied_embedding_and_head_tokens")
+CHOSEN = [a for a in ARCHITECTURES if a.name in NAMES]
+FIXED = {
+    "flattened_tokens",
+    "scattered_into_data",
+    "samples_permuted",
+    "mean_of_pairs",
+    "token_order_mixed_up",
+    "sample_latents",
+    "sample_weights",
+    "sample_latents_concatenated",
+}
+
+
+def resized(tree: object, dim: int | None, count: int) -> object:
+    """Every tensor with ``count`` samples on ``dim``, those there are again and again."""
+
+    def one(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or dim is None or leaf.dim() == 0:
+            return leaf
+        return leaf.index_select(dim, torch.arange(count) % leaf.shape[dim])
+
+    return pytree.tree_map(one, tree)
+
+
+def one_graph(architecture: Architecture, dtype: torch.dtype, *, compile: bool) -> int:
+    """Batches of 3, 5 and 9 against autograd; returns how many captures that took."""
+    loaded = load(architecture, dtype)
+    dims = architecture.in_dims if isinstance(architecture.in_dims, tuple) else (architecture.in_dims,) * len(loaded.args)
+    step = gramfx.transform(loaded.model, loaded.objective, in_dims=architecture.in_dims, compile=compile, dynamic=True)
+    for count in (3, 5, 9):
+        args = tuple(resized(tree, dim, count) for tree, dim in zip(loaded.args, dims, strict=True))
+        targets = resized(loaded.targets, 0, count)
+        objectives, gramian = step(*args, targets=targets)
+        output = loaded.model(*args)
+        given = () if targets is None else targets if isinstance(targets, tuple) else (targets,)
+        want = output if loaded.objective is None else loaded.objective(output, *given)
+        jacobian = reference.jacobian(want, reference.trainable(loaded.model))
+        tolerance = architecture.tolerance(dtype)
+        assert reference.relative_error(objectives, want) <= tolerance
+        assert reference.relative_error(gramian, jacobian @ jacobian.T) <= tolerance
+    return step.captures
+
+
+@pytest.mark.parametrize("architecture", parameters(CHOSEN))
+def test_inductor_serves_all_batch_sizes_with_one_compile(architecture: Architecture) -> None:
+    assert one_graph(architecture, torch.float32, compile=True) == 1
+
+
+@pytest.mark.parametrize("architecture", parameters([a for a in CHOSEN if a.name == "mlp"]))
+def test_inductor_runs_the_backward_too(architecture: Architecture) -> None:
+    exact(run(architecture, torch.float32, compile=True, dynamic=False), architecture.tolerance(torch.float32))
+
+
+def test_inductor_keeps_the_dropout_masks() -> None:
+    (architecture,) = [a for a in ARCHITECTURES if a.name == "encoder_dropout"]
+    exact(run(architecture, torch.float32, compile=True), architecture.tolerance(torch.float32))
+
+
+SYMBOLIC = [
+    a
+    for a in ARCHITECTURES
+    if torch.float64 in a.dtypes
+    and not (a.slow or a.random or a.coupled or a.keywords or a.name in FIXED)
+    and a.in_dims is not None
+    and a.batch_size == 4
+]
+
+
+@pytest.mark.parametrize("architecture", parameters(SYMBOLIC[::6]))
+def test_a_symbolic_batch_is_exact(architecture: Architecture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gramfx.errors.StaticBatchWarning)
+        assert one_graph(architecture, torch.float64, compile=False) in (1, 3)
