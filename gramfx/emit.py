@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import opt_einsum
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gramfx.align import canonical, disjoint, groups, merged
@@ -75,8 +74,7 @@ def parameter_rows(term: Term, shape: tuple[int, ...], tensors: Sequence[Tensor]
     for at, axis in enumerate(term.parameter, start=len(term.rows)):
         if axis in term.slices:
             offset, whole = term.slices[axis]
-            padding = [0, 0] * (rows.dim() - at - 1) + [offset, whole - offset - term.sizes[axis]]
-            rows = F.pad(rows, padding)
+            rows = _padded(rows, at, offset, whole - offset - term.sizes[axis])
     return rows.reshape(math.prod(rows.shape[: len(term.rows)]), *shape)
 
 
@@ -127,15 +125,17 @@ def windows(source: Tensor, view: Windows) -> Tensor:
     """The patches a kernel sees, a view of the padded source: ``[..., *L] -> [..., *out, *kernel]``."""
     lead = source.dim() - len(view.kernel)
     dims = list(zip(view.kernel, view.stride, view.padding, view.dilation, view.out, strict=True))
-    sides: list[int] = []
-    for at, (kernel, stride, padding, dilation, out) in reversed(list(enumerate(dims, lead))):
+    for at, (kernel, stride, padding, dilation, out) in enumerate(dims, lead):
         reach = (out - 1) * stride + (kernel - 1) * dilation + 1
-        sides += [padding, max(0, reach - int(source.shape[at]) - padding)]
-    if any(sides):
-        source = F.pad(source, sides)
-    for at, (kernel, stride, _, dilation, out) in enumerate(dims, lead):
+        source = _padded(source, at, padding, max(0, reach - int(source.shape[at]) - padding))
         source = source.unfold(at, (kernel - 1) * dilation + 1, stride).narrow(at, 0, out)[..., ::dilation]
     return source
+
+
+def _padded(source: Tensor, at: int, before: int, after: int) -> Tensor:
+    """Zeros around dim ``at``; ``F.pad`` would fix a symbolic batch."""
+    sides = [source.new_zeros([*source.shape[:at], size, *source.shape[at + 1 :]]) for size in (before, after)]
+    return torch.cat([sides[0], source, sides[1]], at) if before or after else source
 
 
 def _ids(factor: Factor, term: Term, tensors: Sequence[Tensor]) -> Named:

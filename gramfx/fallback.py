@@ -5,7 +5,7 @@ Both are plain functions of tensors, to be traced into a graph; always exact, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gramfx.axes import Loc
 from gramfx.graph import ancestors, value
-from gramfx.torch_compat import repeated
+from gramfx.torch_compat import contiguous, repeated, trace
 from gramfx.uses import Rows, Use
 
 Traceable = Callable[..., Any]
@@ -23,24 +23,46 @@ Traceable = Callable[..., Any]
 def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Traceable:
     """``(*op's inputs, *cotangents of its outputs) -> [m, *operand.shape]`` by the VJP of the op alone."""
     inputs = list(use.op.all_input_nodes)
+    at = inputs.index(use.operand)
     places = [] if use.coupled else [_place(tap, batch_size) for tap in use.taps]
+
+    def pull(*tensors: Any) -> Tensor:
+        held, cotangents = list(tensors[: len(inputs)]), tensors[len(inputs) :]
+        outs, leaves = _differentiated(lambda *values: _outputs(use, dict(zip(inputs, values, strict=True))), held, [at])
+        return torch.autograd.grad(outs, leaves, cotangents, allow_unused=True, materialize_grads=True)[0]
+
+    pull_all = _over_rows(pull, [value(node) for node in inputs], [value(tap) for tap in use.taps])
 
     def run(*tensors: Any) -> Tensor:
         held, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
-        operand = held[inputs.index(use.operand)]
-
-        def op(replaced: Tensor) -> tuple[Tensor, ...]:
-            return _outputs(use, dict(zip(inputs, held, strict=True)) | {use.operand: replaced})
-
-        outs, pull = torch.func.vjp(op, operand)
-        lead = [c if c.dim() > out.dim() else c.unsqueeze(0) for c, out in zip(cotangents, outs, strict=True)]
-        pull_all = repeated(lambda *one: pull(one)[0], [use.op.target], (0,) * len(lead))
+        lead = [c if c.dim() > value(tap).dim() else c.unsqueeze(0) for c, tap in zip(cotangents, use.taps, strict=True)]
         if use.coupled:
-            return pull_all(*lead)
-        masked = [_one_sample_each(c, loc, outer) for c, (loc, outer) in zip(lead, places, strict=True)]
-        made = pull_all(*masked)
-        made = made.reshape(rows.before, rows.after, -1, *operand.shape).transpose(1, 2)
-        return made.reshape(-1, *operand.shape)
+            return pull_all(held, lead)
+        made = pull_all(held, [_one_sample_each(c, *place) for c, place in zip(lead, places, strict=True)])
+        made = made.reshape(rows.before, rows.after, -1, *made.shape[1:]).transpose(1, 2)
+        return made.reshape(-1, *made.shape[3:])
+
+    return run
+
+
+def _differentiated(function: Traceable, held: list[Any], at: list[int]) -> tuple[Any, list[Tensor]]:
+    """``function(*held)`` as a function of some of its arguments, for autograd."""
+    with torch.enable_grad():
+        leaves = [held[index].detach().requires_grad_() for index in at]
+        for index, leaf in zip(at, leaves, strict=True):
+            held[index] = leaf
+        return function(*held), leaves
+
+
+def _over_rows(pull: Traceable, held: list[Any], cotangents: list[Tensor]) -> Traceable:
+    """``(held, cotangents with rows) -> rows`` from a pull of one row: traced first, since ``vmap`` of a derivative
+    would fix a symbolic batch, and then repeated."""
+    single = trace(pull, [*map(contiguous, held), *map(contiguous, cotangents)])
+    ops = {node.target for node in single.graph.nodes}
+
+    def run(given: Sequence[Any], rows: Sequence[Tensor]) -> Any:
+        in_dims = (*(None for _ in given), *(0 for _ in rows))
+        return repeated(single, ops, in_dims)(*given, *rows)
 
     return run
 
@@ -87,17 +109,13 @@ def rows_through(node: Node) -> Traceable:
     inputs = inputs_behind(node)
     learned = [index for index, source in enumerate(inputs) if "parameter" in source.meta]
 
-    def run(rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        def function(*parameters: Tensor) -> Tensor:
-            values = list(tensors)
-            for index, parameter in zip(learned, parameters, strict=True):
-                values[index] = parameter
-            return region(*values)
+    def pull(*tensors: Any) -> tuple[Tensor, ...]:
+        *held, cotangent = tensors
+        out, leaves = _differentiated(region, held, learned)
+        return torch.autograd.grad(out, leaves, cotangent, allow_unused=True, materialize_grads=True)
 
-        _, pull = torch.func.vjp(function, *(tensors[index] for index in learned))
-        return repeated(pull, (node.target for node in region.graph.nodes), (0,))(rows)
-
-    return run
+    pull_all = _over_rows(pull, [value(source) for source in inputs], [value(node)])
+    return lambda rows, *tensors: pull_all(tensors, [rows])
 
 
 def _region(node: Node) -> GraphModule:

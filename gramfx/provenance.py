@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gramfx.graph import placeholders
-from gramfx.torch_compat import pytree
+from gramfx.graph import placeholders, value
+from gramfx.torch_compat import pytree, same_size
 
 _STOPS = {torch.ops.aten.detach.default}
 
@@ -52,16 +52,25 @@ def provenance(graph_module: GraphModule) -> Provenance:
     inputs = [node for node in placeholders(graph_module) if "batch_dim" in node.meta]
     batched = {node for node in inputs if node.meta["batch_dim"] is not None}
     data = set(batched or inputs)
+    sizes = [value(node).shape[node.meta["batch_dim"]] for node in batched]
     learned = {node for node in placeholders(graph_module) if "parameter" in node.meta}
     for node in graph_module.graph.nodes:
         if node.op in ("placeholder", "output") or not _holds_tensors(node):
             continue
         read = node.all_input_nodes
-        if is_random(node) or any(source in data for source in read):
+        if is_random(node) or any(source in data for source in read) or _is_shaped_by(node, sizes):
             data.add(node)
         if node.target not in _STOPS and differentiable(node.meta.get("val")) and any(s in learned for s in read):
             learned.add(node)
     return Provenance(frozenset(learned - data), frozenset(data))
+
+
+def _is_shaped_by(node: Node, sizes: list[Any]) -> bool:
+    """Whether a constant has a row a sample, as initial states have: it meets parameters as data do."""
+    if not sizes or any(_holds_tensors(source) for source in node.all_input_nodes):
+        return False
+    shape = value(node).shape if isinstance(value(node), Tensor) else ()
+    return sum(same_size(size, sizes[0]) for size in shape) == 1
 
 
 def _holds_tensors(node: Node) -> bool:

@@ -147,6 +147,7 @@ def tracing_quirks() -> Iterator[None]:
     held = {op: table.pop(op) for op in wrong if op in table}
     path_search = torch.backends.opt_einsum.enabled
     torch.backends.opt_einsum.enabled = False
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
     loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
     try:
         for logger in loud:
@@ -158,6 +159,7 @@ def tracing_quirks() -> Iterator[None]:
     finally:
         for logger in loud:
             logger.disabled = False
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
         torch.backends.opt_einsum.enabled = path_search
         table.update(held)
 
@@ -174,7 +176,13 @@ def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Se
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | CELLS)
+        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | CELLS | {aten._weight_norm.default: _weight_norm})
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """``g v / |v|``; the fused op has no batching rule."""
+    others = [d for d in range(v.dim()) if d != dim]
+    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim >= 0))
 
 
 def _keep_stop_gradients(graph_module: GraphModule) -> None:

@@ -84,6 +84,8 @@ class _Insertion:
         if SAMPLE not in term.parameter:
             return term, tensors
         size = term.sizes[SAMPLE]
+        if size == SYMBOLIC:
+            raise StaticBatchNeeded(f"the parameter of {term.use} has a dim along the batch")
         axis = f"p{len(term.sizes)}"
         device = value(tensors[0]).device
         ids = self.build(aten.arange.default, size, device=device)
