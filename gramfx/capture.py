@@ -28,7 +28,7 @@ from gramfx.errors import (
 from gramfx.export import by_export
 from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
-from gramfx.torch_compat import data_dependent, flat_weights_kept
+from gramfx.torch_compat import data_dependent, flat_weights_kept, functorch_levels_closed
 from gramfx.tracing import by_tracing, explain, refuse_custom_functions
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
@@ -57,7 +57,7 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
     failures: list[Exception] = []
     for method in (by_export, by_tracing):
         try:
-            with _random_state_kept(program, call), refuse_custom_functions():
+            with _random_state_kept(program, call), refuse_custom_functions(), functorch_levels_closed():
                 captured = method(program, call, dynamic)
             _refuse_data_dependent(captured)
             with _random_state_kept(program, call):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.torch_compat import pytree
+from gramfx.torch_compat import is_wrapped, pytree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -114,7 +114,7 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._known:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._known and not is_wrapped(leaf):
                 self.loose[id(leaf)] = leaf
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):

@@ -46,7 +46,10 @@ __all__ = [
     "fake_batch_size",
     "fake_mode_of",
     "flat_weights_kept",
+    "functorch_levels_closed",
+    "in_functorch",
     "is_symbolic",
+    "is_wrapped",
     "jagged",
     "new_fake_inputs",
     "packing_replaced",
@@ -113,6 +116,27 @@ def contiguous(fake: Any) -> Any:
         return fake
     with fake.fake_mode:
         return torch.empty_like(fake, memory_format=torch.contiguous_format)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor exists inside a ``torch.func`` transform only."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def in_functorch() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def functorch_levels_closed() -> Iterator[None]:
+    """A trace that fails inside ``vmap`` leaves its level open, and everything after it fails; close those."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack()
 
 
 def jagged(tensor: Tensor) -> bool:

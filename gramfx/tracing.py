@@ -17,7 +17,7 @@ from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
 from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError, GramfxError
 from gramfx.program import Call, Program
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, new_fake_inputs, pytree, trace
+from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, trace
 
 aten = torch.ops.aten
 
@@ -41,6 +41,9 @@ def _(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tenso
 stop_gradient.register_autograd(lambda ctx, gradient: None)
 
 
+_ALWAYS_STOP = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
 class _MarkStops(TorchFunctionMode):
     """Puts :func:`stop_gradient` where an output lost the gradient that an input had."""
 
@@ -49,7 +52,11 @@ class _MarkStops(TorchFunctionMode):
     ) -> Any:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = function(*args, **(kwargs or {}))
-        if not any(tensor.requires_grad for tensor in given):
+        if in_functorch():
+            # Wrapped tensors do not tell whether they require grad; only what always stops one is marked.
+            if function not in _ALWAYS_STOP and torch.is_grad_enabled():
+                return result
+        elif not any(tensor.requires_grad for tensor in given):
             return result
 
         def mark(leaf: Any) -> Any:

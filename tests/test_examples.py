@@ -1,0 +1,43 @@
+"""The examples run, and each checks its own answer."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_there_are_examples() -> None:
+    """An empty folder would pass unseen."""
+    assert [path.stem for path in EXAMPLES] == ["multi_task", "ntk", "per_sample_norms"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_from_anywhere(path: Path, tmp_path: Path) -> None:
+    """In a process and a folder of its own, warnings as errors."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert not done.stderr
+
+
+def test_readme_code_and_dumps_are_true() -> None:
+    """The example runs, and the stages that the README shows are its stages."""
+    text = (ROOT / "README.md").read_text()
+    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    dumps = [dump.splitlines() for dump in re.findall(r"\n\n```\n(.*?)\n```", text, re.DOTALL)[:2]]
+    for stage, dump in zip(("separated", "planned"), dumps, strict=True):
+        rows = [row.rstrip() for row in str(names["step"].stage(stage)).splitlines()]
+        shown = [row for row in dump if not row.startswith(">>>")]
+        assert shown == rows[-len(shown) :], stage

@@ -1,0 +1,201 @@
+"""The public interface as a user meets it."""
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gramfx
+from gramfx.errors import StaticBatchWarning
+from tests import reference
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch(count: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 3, generator=generator, dtype=torch.float64), torch.arange(count) % 2
+
+
+def losses(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, reduction="none")
+
+
+def wanted(objectives: Tensor, *modules: nn.Module, extra: tuple[Tensor, ...] = ()) -> Tensor:
+    return reference.gramian(objectives, [*reference.trainable(*modules), *extra])
+
+
+def test_optimiser_steps_are_seen_and_equal_plain_training() -> None:
+    ours, plain = net(), net()
+    step = gramfx.transform(ours, losses, compile=False)
+    optimisers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, plain)]
+    x, y = batch()
+    weights = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    for _ in range(3):
+        objectives, gramian = step(x, targets=y)
+        plain_losses = losses(plain(x), y)
+        assert reference.relative_error(gramian, wanted(plain_losses, plain)) <= 1e-10
+        for optimiser, value in zip(optimisers, (objectives, plain_losses), strict=True):
+            optimiser.zero_grad()
+            (value * weights).sum().backward()
+            optimiser.step()
+    assert step.captures == 1
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert reference.relative_error(mine, other) <= 1e-12
+
+
+def test_gradients_accumulate_and_graphs_can_be_kept() -> None:
+    model = net()
+    objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
+    jacobian = reference.jacobian(losses(model(batch()[0]), batch()[1]), reference.trainable(model))
+    objectives.sum().backward(retain_graph=True)
+    objectives[1].backward()
+    got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
+    assert reference.relative_error(got, jacobian.sum(0) + jacobian[1]) <= 1e-12
+
+
+def test_a_parameter_changed_before_backward_is_an_error() -> None:
+    model = net()
+    objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        objectives.sum().backward()
+
+
+def test_modes_and_flags_act_on_the_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+    step, x = gramfx.transform(model, compile=False), batch()[0]
+    trained = step(x)[0]
+    model.eval()
+    objectives, gramian = step(x)
+    assert reference.relative_error(objectives, model(x)) <= 1e-12 < reference.relative_error(trained, model(x))
+    model[0].weight.requires_grad_(False)
+    assert reference.relative_error(step(x)[1], wanted(model(x), model)) <= 1e-10
+    assert reference.relative_error(gramian, wanted(model(x), model)) > 1e-3
+    model.float()
+    assert step(x.float())[1].dtype == torch.float32
+
+
+def test_callables_over_modules_and_closed_over_parameters() -> None:
+    first, second = net(), nn.Linear(2, 2).double()
+    free = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    x = batch()[0]
+
+    def both(inputs: Tensor) -> Tensor:
+        return second(first(inputs)) * free
+
+    _, gramian = gramfx.transform(both, compile=False)(x)
+    assert reference.relative_error(gramian, wanted(both(x), first, second, extra=(free,))) <= 1e-10
+    scaled = functools.partial(lambda model, inputs: model(inputs) * 2, first)
+    assert reference.relative_error(gramfx.transform(scaled, compile=False)(x)[1], wanted(scaled(x), first)) <= 1e-10
+
+
+def test_an_objective_may_learn_and_its_constants_may_change() -> None:
+    model, x, scales = net(), batch()[0], [2.0]
+    head = nn.Linear(2, 1).double()
+    step = gramfx.transform(model, lambda output: head(output) * scales[0], compile=False)
+    for scale in (2.0, 3.0):
+        scales[0] = scale
+        assert reference.relative_error(step(x)[1], wanted(head(model(x)) * scale, model, head)) <= 1e-10
+
+
+@dataclasses.dataclass
+class Batch:
+    """A dataclass that torch's pytrees do not know."""
+
+    x: Tensor
+    scale: float
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """A mapping that torch's pytrees do not know."""
+
+
+def test_arguments_of_any_container() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, batch: Batch, encoding: Encoding, *, names: tuple[str, ...]) -> dict[str, Tensor]:
+            return {names[0]: self.inner(batch.x * batch.scale + encoding["x"])}
+
+    model, x = Reads(), batch()[0]
+    args = (Batch(x, 2.0), Encoding(x=x))
+    step = gramfx.transform(model, lambda output: output["y"], compile=False)
+    _, gramian = step(*args, names=("y",))
+    assert reference.relative_error(gramian, wanted(model(*args, names=("y",))["y"], model)) <= 1e-10
+    args[0].scale = 3.0
+    _, gramian = step(*args, names=("y",))
+    assert reference.relative_error(gramian, wanted(model(*args, names=("y",))["y"], model)) <= 1e-10
+    assert isinstance(args[1]["x"], Tensor) and args[1]["x"] is x
+
+
+def test_a_second_batch_size_makes_the_batch_symbolic() -> None:
+    model = net()
+    step = gramfx.transform(model, losses, compile=False)
+    for count in (4, 6, 9, 4, 12, 1, 6):
+        x, y = batch(count)
+        objectives, gramian = step(x, targets=y)
+        assert gramian.shape == (count, count)
+        assert reference.relative_error(gramian, wanted(losses(model(x), y), model)) <= 1e-10
+    assert step.captures == 3
+
+
+def test_a_batch_that_cannot_be_symbolic_is_said_so() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+    step = gramfx.transform(model, dynamic=True, compile=False)
+    with pytest.warns(StaticBatchWarning, match="coupled"), pytest.warns(gramfx.errors.CoupledObjectivesWarning):
+        _, gramian = step(batch()[0])
+    assert reference.relative_error(gramian, wanted(model(batch()[0]), model)) <= 1e-10
+
+
+def test_an_empty_batch() -> None:
+    model = net()
+    objectives, gramian = gramfx.transform(model, losses, compile=False)(*[batch(0)[0]], targets=batch(0)[1])
+    assert objectives.shape == (0,) and gramian.shape == (0, 0)
+    objectives.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_under_no_grad_and_with_inputs_that_require_grad() -> None:
+    model, x = net(), batch()[0].requires_grad_()
+    step = gramfx.transform(model, compile=False)
+    with torch.no_grad():
+        objectives, gramian = step(x)
+    assert not objectives.requires_grad
+    assert reference.relative_error(gramian, wanted(model(x), model)) <= 1e-10
+
+
+def test_buffers_advance_once_a_call() -> None:
+    ours, plain = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    step = gramfx.transform(ours, in_dims=None, compile=False)
+    for count in (4, 5, 4):
+        step(batch(count)[0])
+        plain(batch(count)[0])
+    for name, buffer in plain.named_buffers():
+        assert reference.relative_error(dict(ours.named_buffers())[name].double(), buffer.double()) <= 1e-12
+
+
+def test_stages_can_be_printed_and_the_lowered_graph_run(capsys: pytest.CaptureFixture[str]) -> None:
+    model, (x, y) = net(), batch()
+    step = gramfx.transform(model, losses, compile=False).capture(x, targets=y)
+    for name in gramfx.STAGES:
+        step.stage(name).print()
+        assert capsys.readouterr().out == str(step.stage(name)) + "\n"
+    lowered = step.stage("lowered").graph_module
+    objectives, gramian = lowered(*step.arguments(x, targets=y))[:2]
+    assert reference.relative_error(objectives, losses(model(x), y)) <= 1e-12
+    assert reference.relative_error(gramian, wanted(losses(model(x), y), model)) <= 1e-10
+    assert "@0" in str(step.stage("batched")) and "[" in str(step.stage("planned"))
