@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
@@ -11,12 +10,13 @@ from torch.fx import GraphModule
 
 from gramfx.capture import capture
 from gramfx.captured import Captured
-from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.discovery import state_key
+from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.pipeline import STAGES, lower
 from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
+from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, fake_batch_size
 
 Objective = Callable[..., Tensor]
@@ -132,7 +132,7 @@ class Step:
         if static not in self._made:
             self._made[static] = (*self._lowered(call, dynamic=False), kept)
         if key[0] and self._dynamic:
-            warnings.warn(StaticBatchWarning(f"one capture per batch size: {reason}"), stacklevel=4)
+            warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self._model, self._objective)
@@ -158,8 +158,8 @@ def transform(
     model: a module, or a callable over modules. Its parameters are shared, not copied.
     objective: from the model's output (and the targets given to the step) to a tensor of objectives of any shape;
         ``None`` where the output is that tensor.
-    in_dims: which dim of each positional input holds the samples, as in ``torch.vmap``; ``None`` for no samples. Keyword
-        arguments and targets hold theirs on dim 0 unless it is ``None``.
+    in_dims: which dim of each positional input holds the samples, as in ``torch.vmap``; ``None`` for no samples.
+        Keyword arguments and targets hold theirs on dim 0 unless it is ``None``.
     reuse: ``"exact"`` for the true Gramian, cross terms between uses of one parameter included; ``"separate"`` for
         ``Σ_uses J_u J_uᵀ``.
     coupled: ``"warn"`` or ``"error"``, where an op makes objectives depend on other samples. Exact either way.
@@ -175,4 +175,3 @@ def transform(
     if not callable(model):
         raise InputError("the model cannot be called", expected="a module or a function", got=type(model).__name__)
     return Step(model, objective, in_dims, reuse, coupled, compile, dynamic)
-

@@ -151,7 +151,7 @@ def _check_differentiable(objectives: Tensor, leaves: dict[int, tuple[str, Tenso
                 "complex parameters are not supported",
                 expected="real parameters",
                 got=f"{name!r} of dtype {tensor.dtype}",
-                remedy="keep real and imaginary parts in a real parameter, and use torch.view_as_complex in the forward",
+                remedy="keep real and imaginary parts in a real parameter, and use torch.view_as_complex on it",
             )
     if not objectives.requires_grad:
         raise ObjectiveError(
@@ -183,7 +183,10 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
     dtypes = [reference.objectives.dtype, *(t.dtype for _, t in leaves.values()), *_dtypes(captured)]
     tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     pairs = [("objectives", objectives.detach(), reference.objectives)]
-    pairs += [(leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t)) for k, (_, t) in leaves.items()]
+    pairs += [
+        (leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t))
+        for k, (_, t) in leaves.items()
+    ]
     _compare_group(pairs[:1], tolerance)
     _compare_group(pairs[1:], tolerance)
 

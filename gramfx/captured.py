@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.errors import ParameterMutationError, UnsupportedError
-from gramfx.graph import where
+from gramfx.graph import arguments, where
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import RELAXED
 
@@ -90,7 +90,9 @@ def normal_form(
         if node.op not in ("placeholder", "output") and node.target not in _ASSERTIONS:
             made[node] = _copied(graph, node, made)
     results = next(node for node in graph_module.graph.nodes if node.op == "output").args[0]
-    renewed = {keep.index(first[id(tensors[i])]): made[n] for n, i in zip(results, outputs, strict=True) if i is not None}
+    renewed = {
+        keep.index(first[id(tensors[i])]): made[n] for n, i in zip(results, outputs, strict=True) if i is not None
+    }
     objectives = next(made[node] for node, index in zip(results, outputs, strict=True) if index is None)
     for index in renewed:
         _refuse_mutation(slots[keep[index]], tensors[keep[index]])
@@ -130,7 +132,7 @@ def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
 
 def _overwritten(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
     """``copy(old, new)``, which torch cannot differentiate, as ``new`` in the shape and dtype of ``old``."""
-    old, new = (made[argument] for argument in node.args[:2])  # type: ignore[index]
+    old, new = (made[argument] for argument in arguments(node)[:2])
     if old.meta["val"].dtype != new.meta["val"].dtype:
         new = graph.call_function(aten._to_copy.default, (new,), {"dtype": old.meta["val"].dtype})
         new.meta = dict(node.meta)

@@ -30,7 +30,7 @@ def products_cost(terms: Sequence[Term], shape: tuple[int, ...], batch: int) -> 
 def pair_cost(left: Term, right: Term, batch: int) -> int:
     """Of ``J_left J_rightᵀ`` without a gradient."""
     other = beside(right)
-    sizes = _sizes(left, batch) | _sizes(other, batch)
+    sizes = {**_sizes(left, batch), **_sizes(other, batch)}
     one_hot = [f.axes for term in (left, other) for f in term.factors if isinstance(f.view, OneHot)]
     operands = [f.axes for term in (left, other) for f in term.factors if not isinstance(f.view, OneHot)]
     for axis in dict.fromkeys(axes[-1] for axes in one_hot):

@@ -54,10 +54,9 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 def _filled(cell: Any) -> bool:
     try:
-        cell.cell_contents
+        return cell.cell_contents is not cell
     except ValueError:
         return False
-    return True
 
 
 def modules_of(root: Any) -> list[nn.Module]:
@@ -114,7 +113,7 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._known and not is_wrapped(leaf):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in self._known and not is_wrapped(leaf):
                 self.loose[id(leaf)] = leaf
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):

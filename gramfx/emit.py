@@ -191,7 +191,9 @@ def _gathered(entry: Named, axis: str, ids: Tensor, id_axes: tuple[str, ...]) ->
 
 def _einsum(operands: Sequence[Named], out: tuple[str, ...]) -> Tensor:
     """One einsum, contracted two operands at a time along the path that opt_einsum finds."""
-    symbols = {axis: opt_einsum.get_symbol(i) for i, axis in enumerate(dict.fromkeys(a for _, x in operands for a in x))}
+    symbols = {
+        axis: opt_einsum.get_symbol(i) for i, axis in enumerate(dict.fromkeys(a for _, x in operands for a in x))
+    }
     spell = ["".join(symbols[axis] for axis in axes) for _, axes in operands]
     result = "".join(symbols[axis] for axis in out)
     shapes = [tuple(_hint(size) for size in tensor.shape) for tensor, _ in operands]

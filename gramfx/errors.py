@@ -1,21 +1,21 @@
 """Every error and warning of gramfx, as one tree.
 
-    GramfxError
-    ├── InputError                 a call's arguments do not fit
-    │   └── BatchSizeError         inputs that should share a batch do not
-    ├── ObjectiveError             the objectives have no real Jacobian
-    ├── NoTrainableParameterError  there is nothing to differentiate by
-    ├── CaptureError               the model cannot be turned into a graph
-    │   ├── DataDependentError     Python control flow or a shape depends on tensor values
-    │   ├── CustomFunctionError    a hand-written torch.autograd.Function
-    │   ├── ParameterMutationError the forward changes a trainable parameter
-    │   └── CaptureMismatchError   the captured graph does not differentiate as the model does
-    ├── CoupledObjectivesError     coupled="error" and an op couples the samples
-    ├── UnsupportedError           captured, but gramfx has no exact way to go on
-    └── VerificationError          a stage broke its own promise: a bug in gramfx
+GramfxError
+├── InputError                 a call's arguments do not fit
+│   └── BatchSizeError         inputs that should share a batch do not
+├── ObjectiveError             the objectives have no real Jacobian
+├── NoTrainableParameterError  there is nothing to differentiate by
+├── CaptureError               the model cannot be turned into a graph
+│   ├── DataDependentError     Python control flow or a shape depends on tensor values
+│   ├── CustomFunctionError    a hand-written torch.autograd.Function
+│   ├── ParameterMutationError the forward changes a trainable parameter
+│   └── CaptureMismatchError   the captured graph does not differentiate as the model does
+├── CoupledObjectivesError     coupled="error" and an op couples the samples
+├── UnsupportedError           captured, but gramfx has no exact way to go on
+└── VerificationError          a stage broke its own promise: a bug in gramfx
 
-    CoupledObjectivesWarning       objectives are coupled; exact, at the price of more cotangents
-    StaticBatchWarning             a symbolic batch was asked for and cannot be had
+CoupledObjectivesWarning       objectives are coupled; exact, at the price of more cotangents
+StaticBatchWarning             a symbolic batch was asked for and cannot be had
 """
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.axes import Loc
-from gramfx.graph import ancestors, value
+from gramfx.graph import ancestors, arguments, value
 from gramfx.torch_compat import contiguous, repeated, trace
 from gramfx.uses import Rows, Use
 
@@ -28,14 +28,23 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Tracea
 
     def pull(*tensors: Any) -> Tensor:
         held, cotangents = list(tensors[: len(inputs)]), tensors[len(inputs) :]
-        outs, leaves = _differentiated(lambda *values: _outputs(use, dict(zip(inputs, values, strict=True))), held, [at])
-        return torch.autograd.grad(outs, leaves, cotangents, allow_unused=True, materialize_grads=True)[0]
+        outs, leaves = _differentiated(
+            lambda *values: _outputs(use, dict(zip(inputs, values, strict=True))), held, [at]
+        )
+        reached = [index for index, out in enumerate(outs) if out.requires_grad]
+        seeds = [cotangents[index] for index in reached]
+        found = torch.autograd.grad(
+            [outs[i] for i in reached], leaves, seeds, allow_unused=True, materialize_grads=True
+        )
+        return found[0]
 
     pull_all = _over_rows(pull, [value(node) for node in inputs], [value(tap) for tap in use.taps])
 
     def run(*tensors: Any) -> Tensor:
         held, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
-        lead = [c if c.dim() > value(tap).dim() else c.unsqueeze(0) for c, tap in zip(cotangents, use.taps, strict=True)]
+        lead = [
+            c if c.dim() > value(tap).dim() else c.unsqueeze(0) for c, tap in zip(cotangents, use.taps, strict=True)
+        ]
         if use.coupled:
             return pull_all(held, lead)
         made = pull_all(held, [_one_sample_each(c, *place) for c, place in zip(lead, places, strict=True)])
@@ -68,10 +77,10 @@ def _over_rows(pull: Traceable, held: list[Any], cotangents: list[Tensor]) -> Tr
 
 
 def _outputs(use: Use, values: dict[Node, Any]) -> tuple[Tensor, ...]:
-    args, kwargs = torch.fx.node.map_arg((use.op.args, use.op.kwargs), lambda node: values[node])
+    args, kwargs = torch.fx.node.map_arg((arguments(use.op), use.op.kwargs), lambda node: values[node])
     result = use.op.target(*args, **kwargs)  # type: ignore[operator]
     if isinstance(result, (tuple, list)):
-        return tuple(result[int(tap.args[1])] for tap in use.taps)  # type: ignore[call-overload]
+        return tuple(result[int(arguments(tap)[1])] for tap in use.taps)
     return (result,)
 
 
@@ -104,7 +113,7 @@ def inputs_behind(node: Node) -> list[Node]:
 
 
 def rows_through(node: Node) -> Traceable:
-    """``(rows [m, *node.shape], *inputs_behind(node)) -> [m, *parameter.shape] for each of parameters_behind(node)``."""
+    """``(rows [m, *node.shape], *inputs_behind(node)) -> [m, *parameter.shape]`` for each of ``parameters_behind``."""
     region = _region(node)
     inputs = inputs_behind(node)
     learned = [index for index, source in enumerate(inputs) if "parameter" in source.meta]
@@ -125,4 +134,3 @@ def _region(node: Node) -> GraphModule:
         mapping[source] = graph.node_copy(source, lambda argument: mapping[argument])
     graph.output(mapping[node])
     return GraphModule(torch.nn.Module(), graph)
-

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.errors import VerificationError
+from gramfx.source import is_users
 from gramfx.torch_compat import FakeTensor, pytree, tracing_quirks
 
 
@@ -24,10 +25,13 @@ def source_line(node: Node) -> str:
     """``file.py:12 in forward: code`` of the innermost user frame that recorded ``node``, or ``""``."""
     frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     for at in range(len(frames) - 1, -1, -1):
-        if frames[at].startswith('File "') and "/torch/" not in frames[at] and "/gramfx/" not in frames[at]:
-            file, line, function = (part.strip() for part in frames[at].split(",", 2))
+        if not frames[at].startswith('File "'):
+            continue
+        file, line, function = (part.strip() for part in frames[at].split(",", 2))
+        file = file.removeprefix("File ").strip('"')
+        if is_users(file):
             code = frames[at + 1] if at + 1 < len(frames) and not frames[at + 1].startswith("File") else ""
-            place = f"{file.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')} {function}"
+            place = f"{file}:{line.removeprefix('line ')} {function}"
             return f"{place}: {code}" if code else place
     return ""
 
@@ -47,6 +51,16 @@ def target_name(node: Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target).removesuffix(".default")
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", repr(node.target))
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The positional arguments of a node, untyped: each op's rule knows its own."""
+    return tuple(node.args)
+
+
+def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """One argument, given by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def value(node: Node) -> Any:
@@ -71,8 +85,8 @@ def output_node(graph_module: GraphModule) -> Node:
 
 def results(graph_module: GraphModule) -> list[Node]:
     """The nodes that a graph returns; the objectives come first."""
-    returned = output_node(graph_module).args[0]
-    return list(returned) if isinstance(returned, (tuple, list)) else [returned]  # type: ignore[list-item]
+    returned: Any = output_node(graph_module).args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
 
 def named(graph_module: GraphModule) -> dict[str, Node]:
@@ -97,7 +111,9 @@ class Builder:
 
     def __init__(self, before: Node) -> None:
         self._graph, self._before = before.graph, before
-        self._meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+        self._meta: dict[str, Any] = {
+            key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta
+        }
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """The node that calls ``target``."""

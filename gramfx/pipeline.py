@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +22,7 @@ from gramfx.passes.plan_contractions import plan_contractions, verify_planned
 from gramfx.passes.schedule import schedule
 from gramfx.passes.separate_uses import separate_uses
 from gramfx.passes.trace_axes import Coupling, trace_axes
+from gramfx.source import warn_user
 from gramfx.torch_compat import is_symbolic
 from gramfx.uses import Rows, StaticBatchNeeded, Use, uses_of
 
@@ -126,7 +126,7 @@ def _taps(uses: list[Use]) -> tuple[list[Node], list[Node]]:
 
 
 def _needed(graph_module: GraphModule, uses: list[Use]) -> list[Node]:
-    """Forward values that terms, fallbacks and pullbacks read; clones and op outputs, for their names in the joint graph."""
+    """Forward values that terms, fallbacks and pullbacks read; clones too, for their names in the joint graph."""
     nodes = [node for use in uses for node in (use.clone, *use.needed)]
     return [*placeholders(graph_module), *nodes]
 
@@ -149,7 +149,7 @@ def _report_coupling(coupling: Coupling, uses: list[Use], rows: Rows, wanted: st
             where=where(first.node),
             remedy="remove the coupling, or pass coupled='warn' to pay one cotangent per objective",
         )
-    warnings.warn(CoupledObjectivesWarning(message), stacklevel=2)
+    warn_user(CoupledObjectivesWarning(message))
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -19,7 +19,9 @@ def text(graph_module: GraphModule) -> str:
     """A table: name, value, op and operands, module path."""
     rows = [_row(node) for node in graph_module.graph.nodes]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
+    )
 
 
 def print_graph(graph_module: GraphModule) -> None:
@@ -30,12 +32,22 @@ def print_graph(graph_module: GraphModule) -> None:
 def _row(node: Node) -> tuple[str, str, str, str]:
     if node.op == "placeholder":
         mark = node.meta.get("parameter")
-        return node.name, _value(node.meta.get("val")) + _sample(node), "parameter" if mark else "input", str(mark or "")
+        return (
+            node.name,
+            _value(node.meta.get("val")) + _sample(node),
+            "parameter" if mark else "input",
+            str(mark or ""),
+        )
     if node.op == "output":
         return "output", "", f"({_arguments(node)})", ""
     marks = [name for name in ("plan",) if name in node.meta]
     mark = " ".join(f"[{node.meta[name]}]" for name in marks)
-    return node.name, _value(node.meta.get("val")) + _sample(node), f"{target_name(node)}({_arguments(node)}) {mark}", module_path(node)
+    return (
+        node.name,
+        _value(node.meta.get("val")) + _sample(node),
+        f"{target_name(node)}({_arguments(node)}) {mark}",
+        module_path(node),
+    )
 
 
 def _sample(node: Node) -> str:

@@ -98,7 +98,7 @@ def _leaf_dims(args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any
 
 def _spread(nest: Any, dim: Any) -> list[Any]:
     """``dim`` for each leaf of ``nest``; a container of dims must have the containers of ``nest``."""
-    leaves, tree = flatten(nest)
+    leaves, _ = flatten(nest)
     if dim is None or isinstance(dim, int):
         return [dim] * len(leaves)
     dims = pytree.tree_leaves(dim, is_leaf=lambda entry: entry is None)
@@ -177,7 +177,9 @@ def _checked(objectives: Any, is_output: bool) -> Tensor:
             else "let the objective return one tensor, by torch.stack for instance",
         )
     if not objectives.is_floating_point():
-        remedy = "take torch.view_as_real of them, or stack real and imaginary parts" if objectives.is_complex() else None
+        remedy = (
+            "take torch.view_as_real of them, or stack real and imaginary parts" if objectives.is_complex() else None
+        )
         raise ObjectiveError(
             "the objectives have no real gradient",
             expected="a floating-point tensor",

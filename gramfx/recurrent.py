@@ -16,6 +16,7 @@ aten = torch.ops.aten
 
 
 def lstm_cell(x: Tensor, state: list[Tensor], w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Any:
+    """``(h, c)`` after one step; gates in the order in, forget, new, out."""
     gates = F.linear(x, w_x, b_x) + F.linear(state[0], w_h, b_h)
     enter, forget, new, leave = gates.chunk(4, -1)
     cell = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
@@ -23,6 +24,7 @@ def lstm_cell(x: Tensor, state: list[Tensor], w_x: Tensor, w_h: Tensor, b_x: Any
 
 
 def gru_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    """``h`` after one step; gates in the order reset, update, new."""
     reset, update, new = F.linear(x, w_x, b_x).chunk(3, -1)
     own_reset, own_update, own_new = F.linear(state, w_h, b_h).chunk(3, -1)
     candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
@@ -30,10 +32,12 @@ def gru_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None
 
 
 def tanh_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    """``h`` after one step."""
     return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).tanh()
 
 
 def relu_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Tensor:
+    """``h`` after one step."""
     return (F.linear(x, w_x, b_x) + F.linear(state, w_h, b_h)).relu()
 
 
@@ -46,16 +50,18 @@ CELLS = {
 }
 
 
-
-
 @dataclass(frozen=True)
 class PaddedSizes:
-    """Stands for the batch sizes of a packed sequence that stays padded: row ``t * batch + b`` is step t of sample b."""
+    """Stands for the batch sizes of a packed sequence that stays padded: row ``t * batch + b`` is step t of b."""
 
     lengths: Tensor
     steps: int
     batch: int
-    device: torch.device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch wants batch sizes to be."""
+        return torch.device("cpu")
 
     def __getitem__(self, step: int) -> int:
         if step != 0:

@@ -49,7 +49,7 @@ class Compiled:
         """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
         tensors = self.captured.fetch(program, inputs)
         parameters = [tensors[index] for index in self.learned]
-        return _Objectives.apply(self, tensors, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+        return _Objectives.apply(self, tensors, *parameters)  # type: ignore[no-untyped-call]
 
     @property
     def gradient(self) -> Runnable:
@@ -121,4 +121,3 @@ def gradient_graph(lowering: Lowering) -> GraphModule:
         return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
 
     return trace(run, [*fakes, weights])
-

@@ -14,8 +14,12 @@ import torch._decomp
 import torch.export
 import torch.nn.utils.rnn
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, DynamicOutputShapeException
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,11 +37,11 @@ from gramfx.recurrent import CELLS
 
 __all__ = [
     "DATA_DEPENDENT",
+    "RELAXED",
     "FakeTensor",
     "FakeTensorMode",
     "InputKind",
     "OutputKind",
-    "RELAXED",
     "ambient_state",
     "compile_graph",
     "contiguous",
@@ -62,12 +66,13 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_functorch: Any = torch._C._functorch
 
 #: What torch raises when Python needs a value that only running the model would tell.
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 #: Views that also take tensors of other strides than the graph was traced with.
-RELAXED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+RELAXED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 #: Ops whose backward gives wrong values under ``vmap``.
 _WRONG_UNDER_VMAP = {aten.cdist.default, aten._cdist_forward.default, aten._cdist_backward.default}
@@ -166,12 +171,12 @@ def tracing_quirks() -> Iterator[None]:
     The decomposition of ``nll_loss`` takes other arguments than the op and gives its result the wrong fake shape;
     einsum with three operands asks opt_einsum for a path and specialises the batch.
     """
-    table = torch._decomp.decomposition_table
+    table: Any = torch._decomp.decomposition_table
     wrong = [aten.nll_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default]
     held = {op: table.pop(op) for op in wrong if op in table}
     path_search = torch.backends.opt_einsum.enabled
     torch.backends.opt_einsum.enabled = False
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    _functorch._set_vmap_fallback_warning_enabled(False)
     loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
     try:
         for logger in loud:
@@ -183,12 +188,14 @@ def tracing_quirks() -> Iterator[None]:
     finally:
         for logger in loud:
             logger.disabled = False
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        _functorch._set_vmap_fallback_warning_enabled(True)
         torch.backends.opt_einsum.enabled = path_search
         table.update(held)
 
 
-def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> Any:
+def export_program(
+    program: nn.Module, tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool
+) -> Any:
     """``torch.export`` of ``program(*tensors)``: functional, whole ATen ops, recurrent layers unrolled into linear.
 
     With ``dynamic`` the dims named in ``batch_dims`` share one symbol.
@@ -200,7 +207,9 @@ def export_program(program: nn.Module, tensors: Sequence[Tensor], batch_dims: Se
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(torch._decomp.get_decompositions(_RECURRENT) | CELLS | {aten._weight_norm.default: _weight_norm})
+        return exported.run_decompositions(
+            torch._decomp.get_decompositions(_RECURRENT) | CELLS | {aten._weight_norm.default: _weight_norm}
+        )
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -285,7 +294,7 @@ def flat_weights_kept(program: nn.Module) -> Iterator[None]:
             layer._flat_weights = weights
 
 
-def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Tensor]:
+def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Any]:
     """Fakes of ``tensors``, outside export: static, or with one symbol for the batch."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=True))
     made = []
@@ -323,9 +332,7 @@ def _make_fx(function: Callable[..., Any], fakes: Sequence[Any], stack_traces: b
 
 
 def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
-    """``vmap(function)``, or a loop where one of the ``ops`` it runs is not to be trusted under ``vmap``."""
-    if not _WRONG_UNDER_VMAP.intersection(ops):
-        return torch.vmap(function, in_dims=in_dims)
+    """``vmap(function)``; a loop where one of the ``ops`` it runs is wrong under ``vmap``, or has no rule for it."""
 
     def loop(*arguments: Any) -> Any:
         count = next(a.shape[d] for a, d in zip(arguments, in_dims, strict=True) if d is not None)
@@ -335,7 +342,16 @@ def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[in
         ]
         return pytree.tree_map(lambda *one: torch.stack(one), *each)
 
-    return loop
+    def run(*arguments: Any) -> Any:
+        try:
+            with functorch_levels_closed():
+                return torch.vmap(function, in_dims=in_dims)(*arguments)
+        except RuntimeError as problem:
+            if "batching rule" not in str(problem):
+                raise
+            return loop(*arguments)
+
+    return loop if _WRONG_UNDER_VMAP.intersection(ops) else run
 
 
 def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., Any]:
@@ -346,4 +362,5 @@ def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., A
         # Imported here: it takes seconds, and warns about torch itself.
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph_module, fakes, config_patches=options or None)
+        compiled: Any = compile_fx(graph_module, fakes, config_patches=options or None)
+        return compiled

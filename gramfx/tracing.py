@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
 from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError, GramfxError
 from gramfx.program import Call, Program
+from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
 from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, trace
 
@@ -139,14 +140,6 @@ def refuse_custom_functions() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
         yield
-
-
-def user_frame(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """The innermost frame outside torch and gramfx, as ``file.py:12 in forward: code``."""
-    for frame in reversed(frames):
-        if "/torch/" not in frame.filename and "/gramfx/" not in frame.filename and frame.filename[0] != "<":
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return None
 
 
 def explain(failures: Sequence[Exception]) -> GramfxError:

@@ -175,7 +175,11 @@ class _Axes:
             count = rows.before * rows.after * (int(batch_size) if rows.batched else 1)
             parts = {"k0": count}
         else:
-            parts = {"k0": rows.before, SAMPLE: SYMBOLIC if is_symbolic(batch_size) else int(batch_size), "k1": rows.after}
+            parts = {
+                "k0": rows.before,
+                SAMPLE: SYMBOLIC if is_symbolic(batch_size) else int(batch_size),
+                "k1": rows.after,
+            }
         self.sizes |= {axis: size for axis, size in parts.items() if size != 1 or axis == SAMPLE}
         return tuple(axis for axis in parts if axis in self.sizes)
 
@@ -224,4 +228,3 @@ class _Axes:
         axes = [axis for labels in factor.dims for axis in self.dim(labels)]
         lead = [axis for axis in self.rows if axis != SAMPLE] if factor.node is None else []
         return Factor(index, (*lead, *axes), factor.view)
-

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+
 import torch
 from torch.fx import GraphModule, Node
 
-from gramfx.graph import Builder
+from gramfx.graph import Builder, arguments
 from gramfx.provenance import Provenance, is_random, provenance
 from gramfx.rules.rewrites import ITEM_REWRITES, REWRITES
 
@@ -36,7 +37,7 @@ def _concerned(node: Node, positions: tuple[int, ...], known: Provenance) -> boo
     """Whether an op that sees data reads a parameter value at one of the positions, or draws random numbers."""
     if is_random(node):
         return True
-    operands = [node.args[position] for position in positions if position < len(node.args)]
+    operands = [arguments(node)[position] for position in positions if position < len(arguments(node))]
     operands += [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
     return node in known.data and any(operand in known.parameter_values for operand in operands)
 

@@ -22,6 +22,7 @@ from gramfx.graph import inline, named, placeholders, rename, results, value
 from gramfx.provenance import is_random
 from gramfx.torch_compat import contiguous, fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
+
 #: ``vmap`` may fix a symbolic batch; up to so many cotangents are pulled back one by one instead.
 MOST_UNROLLED = 16
 
@@ -206,7 +207,7 @@ Seeds = Callable[[Tensor], Tensor]
 
 
 def _seeds(rows: Rows) -> Seeds:
-    """From the objectives to the cotangents to pull back, ``[K, *objectives.shape]``: ones at one objective a sample."""
+    """From objectives to the cotangents to pull back, ``[K, *objectives.shape]``: ones at one objective a sample."""
 
     def make(objectives: Tensor) -> Tensor:
         count = rows.before * rows.after
@@ -256,7 +257,9 @@ def _append(
 
 
 def _sizes(node: Node) -> list[Any]:
-    return [size for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor) for size in leaf.shape]
+    return [
+        size for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor) for size in leaf.shape
+    ]
 
 
 def verify_joint(joint: Joint) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gramfx import ops
@@ -16,10 +15,10 @@ from gramfx.errors import VerificationError
 from gramfx.fallback import inputs_behind, parameters_behind, rows_of_node, rows_through
 from gramfx.forms import OneHot
 from gramfx.graph import Builder, inline, named, output_node, rename, results, value
+from gramfx.passes.differentiate import Joint
 from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Term
 from gramfx.torch_compat import is_symbolic, trace
 from gramfx.uses import Rows, StaticBatchNeeded, Use, term_of
-from gramfx.passes.differentiate import Joint
 
 aten = torch.ops.aten
 
@@ -130,7 +129,7 @@ class _Insertion:
         for parameter, found in self.found.items():
             node = self._gramian(parameter, found, objectives, exact)
             total = node if total is None else self.build(aten.add.Tensor, total, node)
-        dtype = _result_dtype([parameter for parameter in self.found] or [objectives])
+        dtype = _result_dtype(list(self.found) or [objectives])
         if total is None:
             size = value(objectives).numel()
             if is_symbolic(size):

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from gramfx.emit import gramian_of
 from gramfx.errors import VerificationError
-from gramfx.graph import inline, rename, value
+from gramfx.graph import arguments, inline, rename, value
 from gramfx.passes.plan_contractions import gramian_nodes
 from gramfx.terms import ParameterTerms
 from gramfx.torch_compat import trace
@@ -20,7 +20,7 @@ def lower_contractions(graph_module: GraphModule) -> GraphModule:
     """Replace each ``gramfx::gramian`` node, in its place, by the contraction it stands for."""
     graph_module = copy.deepcopy(graph_module)
     for node in gramian_nodes(graph_module):
-        factors, _, held, dtype = node.args
+        factors, _, held, dtype = arguments(node)
         terms = ParameterTerms.from_json(str(held))
 
         def contract(*tensors: Tensor, terms: ParameterTerms = terms, dtype: torch.dtype = dtype) -> Tensor:
@@ -41,6 +41,5 @@ def lower_contractions(graph_module: GraphModule) -> GraphModule:
 def verify_lowered(graph_module: GraphModule) -> None:
     """Raise :class:`VerificationError` where anything but ATen is left."""
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if node.target.namespace not in ("aten", "prims"):
-                raise VerificationError("the lowered graph holds an op of its own", got=str(node.target))
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
+            raise VerificationError("the lowered graph holds an op of its own", got=str(node.target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node

@@ -48,6 +48,7 @@ class Coupling:
 
     @property
     def first(self) -> CouplingEdge | None:
+        """The first in program order."""
         return self.edges[0] if self.edges else None
 
 

@@ -40,7 +40,9 @@ def resized(tree: object, dim: int | None, count: int) -> object:
 def one_graph(architecture: Architecture, dtype: torch.dtype, *, compile: bool) -> int:
     """Batches of 3, 5 and 9 against autograd; returns how many captures that took."""
     loaded = load(architecture, dtype)
-    dims = architecture.in_dims if isinstance(architecture.in_dims, tuple) else (architecture.in_dims,) * len(loaded.args)
+    dims = (
+        architecture.in_dims if isinstance(architecture.in_dims, tuple) else (architecture.in_dims,) * len(loaded.args)
+    )
     step = gramfx.transform(loaded.model, loaded.objective, in_dims=architecture.in_dims, compile=compile, dynamic=True)
     for count in (3, 5, 9):
         args = tuple(resized(tree, dim, count) for tree, dim in zip(loaded.args, dims, strict=True))

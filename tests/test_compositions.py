@@ -67,7 +67,9 @@ def sliced(net: Composition, step: int, h: Tensor, choice: int) -> Tensor:
 
 
 def stretched(net: Composition, step: int, h: Tensor, choice: int) -> Tensor:
-    return h.unsqueeze(choice % (h.dim() + 1)).expand(*h.shape[: choice % (h.dim() + 1)], 2, *h.shape[choice % (h.dim() + 1) :])
+    return h.unsqueeze(choice % (h.dim() + 1)).expand(
+        *h.shape[: choice % (h.dim() + 1)], 2, *h.shape[choice % (h.dim() + 1) :]
+    )
 
 
 def curved(net: Composition, step: int, h: Tensor, choice: int) -> Tensor:

@@ -16,7 +16,10 @@ from tests import reference
 class Model(nn.Module):
     """A linear layer, a counter, and a function of the layer, the input and the counter."""
 
-    def __init__(self, function: Callable[[nn.Module, Tensor], Any]) -> None:
+    layer: nn.Linear
+    count: Tensor
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.layer, self.function = nn.Linear(3, 2), function
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
@@ -38,11 +41,11 @@ class Doubled(torch.autograd.Function):
         return 3 * gradient
 
 
-def branch(model: nn.Module, x: Tensor) -> Tensor:
+def branch(model: Model, x: Tensor) -> Tensor:
     return model.layer(x) if x.sum() > 0 else model.layer(-x)
 
 
-def in_place(model: nn.Module, x: Tensor) -> Tensor:
+def in_place(model: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         model.layer.weight.mul_(0.5)
     return model.layer(x)
@@ -72,7 +75,12 @@ REFUSED = [
     ("custom_function", lambda: Model(lambda m, x: Doubled.apply(m.layer(x))), errors.CustomFunctionError, "Doubled"),
     ("parameter_in_place", lambda: Model(in_place), errors.ParameterMutationError, "layer.weight"),
     ("max_norm", Renormalised, errors.ParameterMutationError, "max_norm"),
-    ("complex", lambda: Model(lambda m, x: torch.complex(m.layer(x), m.layer(x))), errors.ObjectiveError, "view_as_real"),
+    (
+        "complex",
+        lambda: Model(lambda m, x: torch.complex(m.layer(x), m.layer(x))),
+        errors.ObjectiveError,
+        "view_as_real",
+    ),
     ("integer", lambda: Model(lambda m, x: m.layer(x).argmax(1)), errors.ObjectiveError, "int64"),
     ("detached", lambda: Model(lambda m, x: m.layer(x).detach()), errors.ObjectiveError, "does not require grad"),
     ("no_tensor", lambda: Model(lambda m, x: {"y": m.layer(x)}), errors.ObjectiveError, "objective="),
@@ -110,16 +118,23 @@ def test_coupling_names_op_module_and_line() -> None:
         gramfx.transform(model, coupled="error", compile=False)(torch.randn(4, 3))
     assert caught.value.where is not None
     assert "aten.mean" in caught.value.where and "test_errors.py" in caught.value.where
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
-    with pytest.warns(errors.CoupledObjectivesWarning, match="batch_norm.*module '1'"):
-        gramfx.transform(model, compile=False)(torch.randn(4, 3))
+    coupled = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    with pytest.warns(errors.CoupledObjectivesWarning, match=r"batch_norm.*module '1'"):
+        gramfx.transform(coupled, compile=False)(torch.randn(4, 3))
 
 
 CALLS = [
     ("batch_sizes", {}, (torch.zeros(4, 3), torch.zeros(5, 3)), {}, errors.BatchSizeError, "(5, 3)"),
     ("in_dims_length", {"in_dims": (0,)}, (torch.zeros(4, 3), torch.zeros(4, 3)), {}, errors.InputError, "1 entries"),
     ("in_dims_dim", {"in_dims": 2}, (torch.zeros(4, 3), torch.zeros(4, 3)), {}, errors.InputError, "2"),
-    ("targets", {}, (torch.zeros(4, 3), torch.zeros(4, 3)), {"targets": torch.zeros(4)}, errors.InputError, "objective"),
+    (
+        "targets",
+        {},
+        (torch.zeros(4, 3), torch.zeros(4, 3)),
+        {"targets": torch.zeros(4)},
+        errors.InputError,
+        "objective",
+    ),
     ("sparse", {}, (torch.zeros(4, 3).to_sparse(), torch.zeros(4, 3)), {}, errors.UnsupportedError, "sparse"),
 ]
 

@@ -33,8 +33,12 @@ def test_stages_keep_their_promises(architecture: Architecture) -> None:
     assert all(node.target is aten.clone.default for node in clones)
     verify_separated(separated)
     for name in ("joint", "gramian"):
-        assert {node.name for node in clones} & {node.name for node in step.stage(name).graph_module.graph.nodes} or not clones
-    planned = [n for n in step.stage("planned").graph_module.graph.nodes if n.target is torch.ops.gramfx.gramian.default]
+        assert {node.name for node in clones} & {
+            node.name for node in step.stage(name).graph_module.graph.nodes
+        } or not clones
+    planned = [
+        n for n in step.stage("planned").graph_module.graph.nodes if n.target is torch.ops.gramfx.gramian.default
+    ]
     for node in planned:
         terms = ParameterTerms.from_json(node.args[2])
         assert terms.strategy in ("outer", "pairwise")

@@ -15,7 +15,7 @@ from gramfx.errors import StaticBatchWarning
 from tests import reference
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
@@ -66,7 +66,7 @@ def test_a_parameter_changed_before_backward_is_an_error() -> None:
     model = net()
     objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
     with torch.no_grad():
-        model[0].weight.mul_(2)
+        next(model.parameters()).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         objectives.sum().backward()
 
@@ -146,7 +146,7 @@ def test_a_second_batch_size_makes_the_batch_symbolic() -> None:
     step = gramfx.transform(model, losses, compile=False)
     for count in (4, 6, 9, 4, 12, 1, 6):
         x, y = batch(count)
-        objectives, gramian = step(x, targets=y)
+        _, gramian = step(x, targets=y)
         assert gramian.shape == (count, count)
         assert reference.relative_error(gramian, wanted(losses(model(x), y), model)) <= 1e-10
     assert step.captures == 3

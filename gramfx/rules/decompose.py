@@ -38,9 +38,11 @@ class StandIn:
         self.inners = {o.batch.inner for o in call.operands if o.batch}
 
     def size(self, size: Size) -> int:
+        """The number that stands in for a size."""
         return size if isinstance(size, int) else int(size.subs(self.numbers))
 
     def value(self, value: Value) -> Value:
+        """The value with stand-in sizes."""
         batch = None if value.batch is None else Loc(value.batch.dim, self.size(value.batch.inner))
         return Value(tuple(self.size(size) for size in value.shape), value.differentiable, batch)
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from gramfx.forms import OneHot
-from gramfx.graph import value
+from gramfx.graph import argument, arguments, value
 from gramfx.terms import SAMPLE
 
 aten = torch.ops.aten
@@ -64,10 +64,10 @@ def _dims(node: Node) -> list[int]:
     """The permutation of a ``t``, ``transpose`` or ``permute``."""
     rank = value(node).dim()
     if node.target is aten.permute.default:
-        return list(node.args[1])  # type: ignore[arg-type]
-    a, b = (0, min(1, rank - 1)) if node.target in (aten.t.default, aten.numpy_T.default) else node.args[1:3]
+        return list(arguments(node)[1])
+    a, b = (0, min(1, rank - 1)) if node.target in (aten.t.default, aten.numpy_T.default) else arguments(node)[1:3]
     order = list(range(rank))
-    order[int(a)], order[int(b)] = order[int(b)], order[int(a)]  # type: ignore[arg-type]
+    order[int(a)], order[int(b)] = order[int(b)], order[int(a)]
     return order
 
 
@@ -81,7 +81,7 @@ def _reshape(node: Node, spelling: Spelling) -> bool:
         return _reshape_sliced(node, spelling)
     flat = [axis for dim in spelling.dims for axis in dim if spelling.sizes[axis] != 1]
     dims: list[list[str]] = []
-    for size in value(node.args[0]).shape:
+    for size in value(arguments(node)[0]).shape:
         dim = _take(flat, int(size), spelling)
         if dim is None:
             return False
@@ -91,7 +91,7 @@ def _reshape(node: Node, spelling: Spelling) -> bool:
 
 
 def _reads_parameter(node: Node) -> bool:
-    source = node.args[0]
+    source = arguments(node)[0]
     return isinstance(source, Node) and source.op == "placeholder"
 
 
@@ -102,7 +102,7 @@ def _take(flat: list[str], size: int, spelling: Spelling) -> list[str] | None:
     while missing > 1:
         axis = flat.pop(0)
         extent = spelling.sizes[axis]
-        if extent < 1 or axis == SAMPLE and missing % extent:
+        if extent < 1 or (axis == SAMPLE and missing % extent):
             return None
         if missing % extent and extent % missing:
             return None
@@ -117,7 +117,7 @@ def _take(flat: list[str], size: int, spelling: Spelling) -> list[str] | None:
 
 def _reshape_sliced(node: Node, spelling: Spelling) -> bool:
     """Only dims of size 1 may come and go around a slice."""
-    before, after = list(value(node.args[0]).shape), list(value(node).shape)
+    before, after = list(value(arguments(node)[0]).shape), list(value(node).shape)
     if [s for s in before if s != 1] != [s for s in after if s != 1]:
         return False
     kept = [dim for dim, size in zip(spelling.dims, after, strict=True) if size != 1]
@@ -126,7 +126,7 @@ def _reshape_sliced(node: Node, spelling: Spelling) -> bool:
 
 
 def _expand(node: Node, spelling: Spelling) -> bool:
-    source = value(node.args[0]).shape
+    source = value(arguments(node)[0]).shape
     lead = len(spelling.dims) - len(source)
     dims = []
     for dim, size in zip(spelling.dims[lead:], source, strict=True):
@@ -137,8 +137,8 @@ def _expand(node: Node, spelling: Spelling) -> bool:
 
 
 def _select(node: Node, spelling: Spelling) -> bool:
-    shape = value(node.args[0]).shape
-    dim, index = int(node.args[1]) % len(shape), int(node.args[2])  # type: ignore[arg-type]
+    shape = value(arguments(node)[0]).shape
+    dim, index = int(arguments(node)[1]) % len(shape), int(arguments(node)[2])
     axis = spelling.fresh(1)
     spelling.slices[axis] = (index % int(shape[dim]), int(shape[dim]))
     spelling.dims.insert(dim, [axis])
@@ -146,8 +146,8 @@ def _select(node: Node, spelling: Spelling) -> bool:
 
 
 def _slice(node: Node, spelling: Spelling) -> bool:
-    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    shape = value(source).shape
+    shape = value(arguments(node)[0]).shape
+    dim, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start"), argument(node, 4, "step", 1)
     dim, whole = dim % len(shape), int(shape[dim])
     first = min(max(start + whole if (start or 0) < 0 else start or 0, 0), whole)
     return step == 1 and _part(spelling, dim, first, int(value(node).shape[dim]), whole)
@@ -164,12 +164,11 @@ def _part(spelling: Spelling, dim: int, first: int, count: int, whole: int) -> b
 
 def _piece(node: Node, spelling: Spelling) -> bool:
     """``getitem`` of a split, chunk or unbind."""
-    source, index = node.args
-    assert isinstance(source, Node) and isinstance(index, int)
-    shape = value(source.args[0]).shape
-    dim = int(source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)) % len(shape)  # type: ignore[arg-type]
+    source, index = arguments(node)
+    shape = value(arguments(source)[0]).shape
+    dim = argument(source, 2, "dim", 0) % len(shape)
     if source.target is aten.unbind.int:
-        dim = int(source.args[1] if len(source.args) > 1 else 0) % len(shape)  # type: ignore[arg-type]
+        dim = argument(source, 1, "dim", 0) % len(shape)
         axis = spelling.fresh(1)
         spelling.slices[axis] = (index % int(shape[dim]), int(shape[dim]))
         spelling.dims.insert(dim, [axis])
@@ -180,11 +179,14 @@ def _piece(node: Node, spelling: Spelling) -> bool:
 
 def _chosen(node: Node, spelling: Spelling) -> bool:
     """Rows by ids that are the same for all samples: position tables. Their dims become tokens."""
-    table, ids = node.args[0], node.args[2] if node.target is aten.index_select.default else node.args[1]
-    if node.target is aten.index_select.default and node.args[1] != 0 or not isinstance(ids, Node):
+    table, ids = (
+        arguments(node)[0],
+        arguments(node)[2] if node.target is aten.index_select.default else arguments(node)[1],
+    )
+    if (node.target is aten.index_select.default and arguments(node)[1] != 0) or not isinstance(ids, Node):
         return False
-    ignored = int(node.args[2]) if node.target is aten.embedding.default and len(node.args) > 2 else -1  # type: ignore[arg-type]
-    if any(axis in spelling.slices for dim in spelling.dims for axis in dim) or len(node.args) > 3:
+    ignored = int(arguments(node)[2]) if node.target is aten.embedding.default and len(arguments(node)) > 2 else -1
+    if any(axis in spelling.slices for dim in spelling.dims for axis in dim) or len(arguments(node)) > 3:
         return False
     count = value(ids).dim()
     places = tuple(axis for dim in spelling.dims[:count] for axis in dim)
@@ -233,9 +235,9 @@ def pull_back(node: Node, spelling: Spelling) -> Node | None:
         rule = PULLBACKS.get(node.target)
         if node.target is aten._to_copy.default:
             rule = _same if _is_float(node) and _is_float(node.all_input_nodes[0]) else None
-        source = node.args[0] if node.args else None
+        source = arguments(node)[0] if arguments(node) else None
         if node.target is operator.getitem:
-            source = source.args[0] if isinstance(source, Node) and source.target in _PIECES else None
+            source = arguments(source)[0] if isinstance(source, Node) and source.target in _PIECES else None
         if rule is None or not isinstance(source, Node) or not rule(node, spelling):
             return None
         node = source

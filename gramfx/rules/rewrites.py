@@ -14,17 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gramfx.graph import Builder, value
+from gramfx.graph import Builder, argument, arguments, value
 
 aten = torch.ops.aten
 Rewrite = Callable[[Node, Builder], "Node | None"]
 ItemRewrite = Callable[[Node, Node, Builder], Node]
-
-
-def _argument(node: Node, position: int, default: Any = None, name: str = "") -> Any:
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
 
 
 def _affine(build: Builder, normal: Node, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> Node:
@@ -45,51 +39,50 @@ def _channels(rank: int) -> list[int]:
 def _without(node: Node, build: Builder, *positions: int) -> Node:
     """The same call with the arguments at ``positions`` absent."""
     args, kwargs = _absent(node, positions)
-    return build(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    assert callable(node.target)
+    return build(node.target, *args, **kwargs)
 
 
 def _absent(node: Node, positions: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
-    args = [None if i in positions else arg for i, arg in enumerate(node.args)]
+    args = [None if i in positions else arg for i, arg in enumerate(arguments(node))]
     return args, {name: None if name in ("weight", "bias") else held for name, held in node.kwargs.items()}
 
 
 def _layer_norm(node: Node, build: Builder) -> Node:
-    weight, bias = _argument(node, 2, name="weight"), _argument(node, 3, name="bias")
+    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
     return _affine(build, _without(node, build, 2, 3), weight, bias)
 
 
 def _native_layer_norm(node: Node, item: Node, build: Builder) -> Node:
-    weight, bias = node.args[2:4]
+    weight, bias = arguments(node)[2:4]
     node.args = tuple(_absent(node, (2, 3))[0])
     return _affine(build, item, weight, bias)
 
 
 def _rms_norm(node: Node, build: Builder) -> Node:
-    return _affine(build, _without(node, build, 2), _argument(node, 2, name="weight"), None)
+    return _affine(build, _without(node, build, 2), argument(node, 2, "weight"), None)
 
 
 def _group_norm(node: Node, build: Builder) -> Node:
-    weight, bias = _argument(node, 2, name="weight"), _argument(node, 3, name="bias")
+    weight, bias = argument(node, 2, "weight"), argument(node, 3, "bias")
     return _affine(build, _without(node, build, 2, 3), weight, bias, _channels(value(node).dim()))
-
-
 
 
 def _batch_norm(node: Node, build: Builder) -> Node:
     """``batch_norm`` and ``instance_norm``: a single output."""
     normal = _without(node, build, 1, 2)
-    return _affine(build, normal, node.args[1], node.args[2], _channels(value(node).dim()))
+    return _affine(build, normal, arguments(node)[1], arguments(node)[2], _channels(value(node).dim()))
 
 
 def _norm_of_channels(node: Node, item: Node, build: Builder) -> Node:
     """Norms that also return statistics, which do not see weight and bias."""
-    weight, bias = node.args[1:3]
+    weight, bias = arguments(node)[1:3]
     node.args = tuple(_absent(node, (1, 2))[0])
     return _affine(build, item, weight, bias, _channels(value(item).dim()))
 
 
 def _prelu(node: Node, build: Builder) -> Node:
-    source, weight = node.args
+    source, weight = arguments(node)
     rank = value(source).dim()
     if value(weight).numel() > 1 and rank > 1:
         weight = build(aten.reshape.default, weight, _channels(rank))
@@ -99,14 +92,19 @@ def _prelu(node: Node, build: Builder) -> Node:
 
 
 def _bilinear(node: Node, build: Builder) -> Node:
-    left, right, weight, bias = node.args[0], node.args[1], node.args[2], _argument(node, 3, name="bias")
+    left, right, weight, bias = (
+        arguments(node)[0],
+        arguments(node)[1],
+        arguments(node)[2],
+        argument(node, 3, "bias"),
+    )
     product = build(aten.einsum.default, "...i,oij,...j->...o", [left, weight, right])
     return _affine(build, product, None, bias)
 
 
 def _added_product(node: Node, build: Builder) -> Node:
     """``beta * input + alpha * (a @ b)``."""
-    source, left, right = node.args[:3]
+    source, left, right = arguments(node)[:3]
     product = build(aten.matmul.default, left, right)
     if (alpha := node.kwargs.get("alpha", 1)) != 1:
         product = build(aten.mul.Scalar, product, alpha)
@@ -119,11 +117,15 @@ def _added_product(node: Node, build: Builder) -> Node:
 
 def _attention(node: Node, build: Builder) -> Node:
     """``softmax(q kᵀ scale + mask) v``, in the order of torch's own reference path."""
-    query, key, held = node.args[:3]
-    mask, dropout, causal = _argument(node, 3), _argument(node, 4, 0.0), _argument(node, 5, False)
+    query, key, held = arguments(node)[:3]
+    mask, dropout, causal = (
+        argument(node, 3, "attn_mask"),
+        argument(node, 4, "dropout_p", 0.0),
+        argument(node, 5, "is_causal", False),
+    )
     if node.kwargs.get("enable_gqa"):
         key, held = (_repeated_heads(build, query, heads) for heads in (key, held))
-    scale = node.kwargs.get("scale")
+    scale: Any = node.kwargs.get("scale")
     scale = value(query).shape[-1] ** -0.5 if scale is None else scale
     keys = build(aten.transpose.int, build(aten.mul.Scalar, key, scale**0.5), -2, -1)
     scores = build(aten.matmul.default, build(aten.mul.Scalar, query, scale**0.5), keys)
@@ -136,7 +138,9 @@ def _attention(node: Node, build: Builder) -> Node:
         scores = build(aten.add.Tensor, scores, mask)
     weights = build(aten.softmax.int, scores, -1)
     if dropout:
-        weights = _masked(weights, build(aten.native_dropout.default, build(aten.detach.default, weights), dropout, True), build)
+        weights = _masked(
+            weights, build(aten.native_dropout.default, build(aten.detach.default, weights), dropout, True), build
+        )
     return build(aten.matmul.default, weights, held)
 
 
@@ -147,16 +151,16 @@ def _repeated_heads(build: Builder, query: Node, heads: Any) -> Node:
 
 def _dropout(node: Node, item: Node, build: Builder) -> Node:
     """``x * mask * scale``: the random draw is the mask alone."""
-    source = node.args[0]
+    source = arguments(node)[0]
     assert isinstance(source, Node)
-    if len(node.args) > 2 and node.args[2] is False:
+    if len(arguments(node)) > 2 and arguments(node)[2] is False:
         return source
-    node.args = (Builder(node)(aten.detach.default, source), *node.args[1:])
+    node.args = (Builder(node)(aten.detach.default, source), *arguments(node)[1:])
     return _masked(source, node, build)
 
 
 def _masked(source: Node, drawn: Node, build: Builder) -> Node:
-    probability = float(drawn.args[1])  # type: ignore[arg-type]
+    probability = float(arguments(drawn)[1])
     mask = build(operator.getitem, drawn, 1)
     scale = 0.0 if probability == 1 else 1 / (1 - probability)
     return build(aten.mul.Scalar, build(aten.mul.Tensor, source, mask), scale)
@@ -164,9 +168,9 @@ def _masked(source: Node, drawn: Node, build: Builder) -> Node:
 
 def _index(node: Node, build: Builder) -> Node | None:
     """Rows chosen by one tensor of ids, or by ids of several leading dims, as ``embedding`` does."""
-    table, indices = node.args
-    given = [index for index in indices if index is not None]  # type: ignore[union-attr]
-    if list(indices[: len(given)]) != given or any(value(i).dtype == torch.bool for i in given):  # type: ignore[index]
+    table, indices = arguments(node)
+    given = [index for index in indices if index is not None]
+    if list(indices[: len(given)]) != given or any(value(i).dtype == torch.bool for i in given):
         return None
     shape = [int(size) for size in value(table).shape]
     ids = build(aten.remainder.Scalar, given[0], shape[0])
@@ -190,8 +194,13 @@ def _product(sizes: Sequence[int]) -> int:
 
 def _padded_convolution(node: Node, build: Builder) -> Node:
     """``padding='same'`` as a pad and a convolution without."""
-    defaults = (None, 1, "valid", 1, 1)
-    source, weight, bias, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) - 2 :])
+    source, weight = arguments(node)[:2]
+    bias, stride, padding = (
+        argument(node, 2, "bias"),
+        argument(node, 3, "stride", 1),
+        argument(node, 4, "padding", "valid"),
+    )
+    dilation, groups = argument(node, 5, "dilation", 1), argument(node, 6, "groups", 1)
     kernel = value(weight).shape[2:]
     stride, dilation = (_per_dim(given, len(kernel)) for given in (stride, dilation))
     if padding == "same":

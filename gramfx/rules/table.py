@@ -30,14 +30,17 @@ class Operand:
 
     @property
     def rank(self) -> int:
+        """The number of dims."""
         return len(self.value.shape)
 
     @property
     def batch(self) -> Loc | None:
+        """Where the samples are."""
         return self.value.batch
 
     @property
     def shape(self) -> Shape:
+        """Its sizes."""
         return self.value.shape
 
 
@@ -60,6 +63,7 @@ class Call:
 
     @property
     def shape(self) -> Shape:
+        """Of this output."""
         return self.shapes[self.index]
 
     @property
@@ -69,6 +73,7 @@ class Call:
 
     @property
     def first(self) -> Operand:
+        """The first tensor argument."""
         return self.operands[0]
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from gramfx.forms import Dims, Form, FormFactor, OneHot, Windows, letters
-from gramfx.graph import value
+from gramfx.graph import argument, arguments, value
 from gramfx.torch_compat import same_size
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def _same_place(operand: Node, clone: Node) -> Form:
 
 
 def _broadcast(dims: Dims, shape: Sequence[Any], out: Sequence[Any]) -> Dims:
-    """The spelling of a tensor of ``shape`` that is broadcast to ``out``, spelled ``dims``: stretched dims are empty."""
+    """The spelling of a tensor of ``shape`` broadcast to ``out``, itself spelled ``dims``: stretched dims are empty."""
     lead = len(out) - len(shape)
     return tuple(dims[lead + i] if same_size(size, out[lead + i]) else () for i, size in enumerate(shape))
 
@@ -96,7 +96,7 @@ def _stack(consumer: Node, operand: Node) -> Form | None:
 
 
 def _dim_argument(consumer: Node) -> int:
-    return int(consumer.args[1] if len(consumer.args) > 1 else consumer.kwargs.get("dim", 0))
+    return int(argument(consumer, 1, "dim", 0))
 
 
 # ---------------------------------------------------------------- einsums
@@ -112,7 +112,7 @@ def _einsum_form(operands: Sequence[Node], dims: Sequence[Dims], out: Dims, oper
 
 
 def _linear(consumer: Node, operand: Node) -> Form | None:
-    source, weight = consumer.args[0], consumer.args[1]
+    source, weight = arguments(consumer)[0], arguments(consumer)[1]
     batch = letters("n", value(source).dim() - 1)
     out = (*batch, ("o",)) if value(weight).dim() == 2 else batch
     matrix: Dims = (("o",), ("i",)) if value(weight).dim() == 2 else (("i",),)
@@ -122,7 +122,7 @@ def _linear(consumer: Node, operand: Node) -> Form | None:
 
 
 def _matmul(consumer: Node, operand: Node) -> Form | None:
-    left, right = consumer.args[:2]
+    left, right = arguments(consumer)[:2]
     shapes = [value(left).shape, value(right).shape]
     full = list(value(consumer).shape)
     rows: Dims = (("m",),) if len(shapes[0]) > 1 else ()
@@ -135,7 +135,7 @@ def _matmul(consumer: Node, operand: Node) -> Form | None:
 
 
 def _einsum(consumer: Node, operand: Node) -> Form | None:
-    equation, operands = str(consumer.args[0]).replace(" ", ""), consumer.args[1]
+    equation, operands = str(arguments(consumer)[0]).replace(" ", ""), arguments(consumer)[1]
     inputs, _, output = equation.partition("->")
     terms = inputs.split(",")
     if "->" not in equation:
@@ -195,9 +195,10 @@ def _convolution(consumer: Node, operand: Node) -> Form | None:
 
 def _convolution_arguments(consumer: Node) -> dict[str, Any]:
     """The arguments by name, per-dim ones spread over the spatial dims."""
-    schema = consumer.target._schema  # type: ignore[union-attr]
-    named = {argument.name: argument.default_value for argument in schema.arguments}
-    named.update(zip(named, consumer.args, strict=False))
+    assert isinstance(consumer.target, torch._ops.OpOverload)
+    schema = consumer.target._schema
+    named: dict[str, Any] = {one.name: one.default_value for one in schema.arguments}
+    named.update(zip(named, arguments(consumer), strict=False))
     named.update(consumer.kwargs)
     count = value(named["weight"]).dim() - 2
     for name in ("stride", "padding", "dilation"):
@@ -212,15 +213,15 @@ def _convolution_arguments(consumer: Node) -> dict[str, Any]:
 
 
 def _embedding(consumer: Node, operand: Node) -> Form | None:
-    ignored = consumer.args[2] if len(consumer.args) > 2 else -1
-    by_frequency = len(consumer.args) > 3 and consumer.args[3]
-    if by_frequency or operand is not consumer.args[0]:
+    ignored = arguments(consumer)[2] if len(arguments(consumer)) > 2 else -1
+    by_frequency = len(arguments(consumer)) > 3 and arguments(consumer)[3]
+    if by_frequency or operand is not arguments(consumer)[0]:
         return None
-    return _chosen(consumer, operand, consumer.args[1], int(ignored))
+    return _chosen(consumer, operand, arguments(consumer)[1], int(ignored))
 
 
 def _index_select(consumer: Node, operand: Node) -> Form | None:
-    table, dim, ids = consumer.args
+    table, dim, ids = arguments(consumer)
     return _chosen(consumer, operand, ids, -1) if operand is table and dim == 0 else None
 
 
@@ -236,7 +237,9 @@ USE_RULES: dict[Any, UseRule] = {
     aten.einsum.default: _einsum,
     aten.embedding.default: _embedding,
     aten.index_select.default: _index_select,
-    **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), _matmul),
+    **dict.fromkeys(
+        (aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), _matmul
+    ),
     **dict.fromkeys(
         (
             aten.conv1d.default,

@@ -188,7 +188,7 @@ def concatenate(dim_of: Callable[[Call], int]) -> Rule:
         for operand in call.operands:
             loc = operand.batch
             along = operand.rank == len(call.shape)
-            if loc is not None and (not along or loc.dim == dim and quotient(offset, loc.inner * call.batch) is None):
+            if loc is not None and (not along or (loc.dim == dim and quotient(offset, loc.inner * call.batch) is None)):
                 loc = call.placed(operand, None, "is joined out of step with the batch")
             places.append((operand, call.placed(operand, loc, "is joined along the batch")))
             offset = offset + (operand.shape[dim] if along else 0)

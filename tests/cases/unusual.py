@@ -91,7 +91,7 @@ def ragged() -> tuple[Tensor]:
 def wrapped() -> nn.Module:
     """A network inside DistributedDataParallel, one process."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     return nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)))
 
 
