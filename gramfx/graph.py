@@ -94,6 +94,18 @@ def named(graph_module: GraphModule) -> dict[str, Node]:
     return {node.name: node for node in graph_module.graph.nodes}
 
 
+def verify_functional(graph_module: GraphModule) -> None:
+    """Raise :class:`VerificationError` unless all is placeholders and functional calls with fake values."""
+    graph_module.graph.lint()
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise VerificationError("a graph holds more than placeholders and calls", got=f"{node.op} {node.name}")
+        if node.op != "output" and "val" not in node.meta:
+            raise VerificationError("a node has no fake value", got=node.name)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise VerificationError("an op works in place", got=where(node))
+
+
 def ancestors(node: Node) -> list[Node]:
     """The node and all that it is computed from, in graph order."""
     found: set[Node] = set()

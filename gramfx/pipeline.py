@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 from gramfx.axes import Value
 from gramfx.captured import Captured
 from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
-from gramfx.graph import placeholders, results, value, where
-from gramfx.passes.canonicalize import canonicalize
+from gramfx.graph import placeholders, results, value, verify_functional, where
+from gramfx.passes.canonicalize import canonicalize, verify_canonical
 from gramfx.passes.differentiate import differentiate, verify_joint
 from gramfx.passes.erase_clones import erase_clones
 from gramfx.passes.insert_gramians import insert_gramians, verify_gramian
@@ -21,7 +21,7 @@ from gramfx.passes.lower_contractions import lower_contractions, verify_lowered
 from gramfx.passes.plan_contractions import plan_contractions, verify_planned
 from gramfx.passes.schedule import schedule
 from gramfx.passes.separate_uses import separate_uses
-from gramfx.passes.trace_axes import Coupling, trace_axes
+from gramfx.passes.trace_axes import Coupling, trace_axes, verify_batched
 from gramfx.source import warn_user
 from gramfx.torch_compat import is_symbolic
 from gramfx.uses import Rows, StaticBatchNeeded, Use, uses_of
@@ -54,7 +54,9 @@ def lower(
     symbolic = is_symbolic(batch_size)
     stages = done.stages
     stages["captured"] = captured.graph_module
+    verify_functional(stages["captured"])
     stages["canonical"] = canonicalize(stages["captured"])
+    verify_canonical(stages["canonical"])
     stages["separated"] = separate_uses(stages["canonical"])
     stages["batched"] = batched = copy.deepcopy(stages["separated"])
     done.coupling = _trace(batched, batch_size)
@@ -86,7 +88,9 @@ def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> 
     if batch_size is None or not _several(batch_size):
         # One sample, or none, is nothing to tell apart; no dim has this size, so nothing is taken for a batch.
         dims, batch_size = {}, -1
-    return trace_axes(graph_module, dims, batch_size, learned, results(graph_module)[0])
+    coupling = trace_axes(graph_module, dims, batch_size, learned, results(graph_module)[0])
+    verify_batched(graph_module, batch_size)
+    return coupling
 
 
 def _several(batch_size: int | torch.SymInt | None) -> bool:

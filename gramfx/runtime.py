@@ -49,7 +49,7 @@ class Compiled:
         """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
         tensors = self.captured.fetch(program, inputs)
         parameters = [tensors[index] for index in self.learned]
-        return _Objectives.apply(self, tensors, *parameters)  # type: ignore[no-untyped-call]
+        return _Objectives.apply(self, tensors, *parameters)
 
     @property
     def gradient(self) -> Runnable:

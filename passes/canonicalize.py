@@ -7,9 +7,10 @@ import copy
 import torch
 from torch.fx import GraphModule, Node
 
-from gramfx.graph import Builder, arguments
+from gramfx.errors import VerificationError
+from gramfx.graph import Builder, arguments, verify_functional, where
 from gramfx.provenance import Provenance, is_random, provenance
-from gramfx.rules.rewrites import ITEM_REWRITES, REWRITES
+from gramfx.rules.rewrites import AFFINE, ITEM_REWRITES, REWRITES
 
 aten = torch.ops.aten
 
@@ -40,6 +41,18 @@ def _concerned(node: Node, positions: tuple[int, ...], known: Provenance) -> boo
     operands = [arguments(node)[position] for position in positions if position < len(arguments(node))]
     operands += [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
     return node in known.data and any(operand in known.parameter_values for operand in operands)
+
+
+def verify_canonical(graph_module: GraphModule) -> None:
+    """Raise :class:`VerificationError` where a norm still reads its parameters, or a draw passes a gradient."""
+    verify_functional(graph_module)
+    known = provenance(graph_module)
+    for node in graph_module.graph.nodes:
+        if node.target is aten.native_dropout.default and node.args[0].target is not aten.detach.default:
+            raise VerificationError("dropout is differentiated together with its draw", got=where(node))
+        split = AFFINE.get(node.target, ())
+        if split and _concerned(node, split, known):
+            raise VerificationError("a compound op still reads a parameter", got=where(node))
 
 
 def _replace(node: Node, made: Node | None) -> None:

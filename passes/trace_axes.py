@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten
 
-from gramfx.axes import Loc, Size, Value, shape_of, size_of
+from gramfx.axes import Loc, Size, Value, holds, shape_of, size_of
+from gramfx.errors import VerificationError
 from gramfx.graph import target_name, where
 from gramfx.rules import axis_rule
 from gramfx.rules.decompose import StandIn, decomposed
@@ -72,6 +73,20 @@ def trace_axes(
             inputs[node.name] = Value(shape, node.name in trainable, batch)
     flags = propagate(graph_module, inputs, size_of(batch_size))
     return sweep(graph_module.graph, flags, objectives or _outputs(graph_module.graph)[0])
+
+
+def verify_batched(graph_module: GraphModule, batch_size: int | torch.SymInt) -> None:
+    """Raise :class:`VerificationError` where a tensor has no value, or one whose dim cannot hold the samples."""
+    batch = size_of(batch_size)
+    for node in graph_module.graph.nodes:
+        if "axes" not in node.meta:
+            raise VerificationError("the axes of a node are unknown", got=where(node))
+        for value in () if node.op == "output" else _values(node):
+            if value is None or value.batch is None:
+                continue
+            loc = value.batch
+            if loc.dim >= len(value.shape) or not holds(value.shape[loc.dim], loc.inner, batch):
+                raise VerificationError("the samples are in a dim that cannot hold them", got=where(node))
 
 
 def propagate(graph_module: GraphModule, inputs: Mapping[str, Value], batch: Size, decompose: bool = True) -> Flags:

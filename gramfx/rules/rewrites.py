@@ -18,7 +18,7 @@ from gramfx.graph import Builder, argument, arguments, value
 
 aten = torch.ops.aten
 Rewrite = Callable[[Node, Builder], "Node | None"]
-ItemRewrite = Callable[[Node, Node, Builder], Node]
+ItemRewrite = Callable[[Node, Node, Builder], "Node | None"]
 
 
 def _affine(build: Builder, normal: Node, weight: Any, bias: Any, shape: Sequence[int] | None = None) -> Node:
@@ -185,6 +185,28 @@ def _index(node: Node, build: Builder) -> Node | None:
     return build(aten.unflatten.int, chosen, -1, rest) if rest else build(aten.squeeze.dim, chosen, -1)
 
 
+def _embedding_bag(node: Node, item: Node, build: Builder) -> Node | None:
+    """Bags of equal size, as 2-D ids make them: rows chosen, then summed. Other bags are left to the fallback."""
+    table, flat, offsets = arguments(node)[:3]
+    mode, weights, ignored = arguments(node)[4], argument(node, 6), argument(node, 8)
+    regular = offsets.target is aten.arange.start_step and arguments(offsets)[0] == 0
+    if not regular or mode == 2 or argument(node, 3) or argument(node, 7):
+        return None
+    shape = [-1, int(arguments(offsets)[2])]
+    ids = build(aten.reshape.default, flat, shape)
+    rows = build(aten.embedding.default, table, ids)
+    count: Node | None = None
+    if ignored is not None:
+        counted = build(aten.ne.Scalar, ids, ignored)
+        rows = build(aten.mul.Tensor, rows, build(aten.unsqueeze.default, counted, -1))
+        count = build(aten.clamp.default, build(aten.sum.dim_IntList, counted, [1], True), 1)
+    if weights is not None:
+        scales = build(aten.unsqueeze.default, build(aten.reshape.default, weights, shape), -1)
+        rows = build(aten.mul.Tensor, rows, scales)
+    total = build(aten.sum.dim_IntList, rows, [1])
+    return total if mode == 0 else build(aten.div.Tensor, total, shape[1] if count is None else count)
+
+
 def _product(sizes: Sequence[int]) -> int:
     total = 1
     for size in sizes:
@@ -248,4 +270,12 @@ ITEM_REWRITES: dict[Any, tuple[ItemRewrite, tuple[int, ...]]] = {
         (_norm_of_channels, (1, 2)),
     ),
     aten.native_dropout.default: (_dropout, ()),
+    **dict.fromkeys((aten.embedding_bag.padding_idx, aten.embedding_bag.default), (_embedding_bag, (0,))),
+}
+
+#: Ops that no parameter may reach at these positions once the graph is canonical: their rewrites always apply.
+AFFINE: dict[Any, tuple[int, ...]] = {
+    op: positions
+    for op, (_, positions) in {**REWRITES, **ITEM_REWRITES}.items()
+    if op is not aten.index.Tensor and op.overloadpacket not in (aten.embedding_bag, aten.native_dropout)
 }
