@@ -17,7 +17,7 @@ SOURCES = sorted([*ROOT.glob("gramfx/*.py"), *ROOT.glob("gramfx/*/*.py")])
 
 #: Lowest first. A file imports only from layers below its own, or from its own, never in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "axes", "forms"),
+    ("errors", "axes", "forms", "source"),
     ("terms", "recurrent"),
     ("torch_compat", "align"),
     ("tree", "discovery", "graph", "emit", "substitutes"),
