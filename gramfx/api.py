@@ -17,7 +17,7 @@ from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
 from gramfx.source import warn_user
-from gramfx.torch_compat import ambient_state, fake_batch_size
+from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size
 
 Objective = Callable[..., Tensor]
 
@@ -138,7 +138,8 @@ class Step:
         program = Program(self._model, self._objective)
         captured: Captured = capture(program, call, dynamic=dynamic)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
-        lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
+        with autocast_off():
+            lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
         return Compiled(captured, lowering, self._compile), program
 
 

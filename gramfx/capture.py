@@ -28,7 +28,7 @@ from gramfx.errors import (
 from gramfx.export import by_export
 from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
-from gramfx.torch_compat import data_dependent, flat_weights_kept, functorch_levels_closed
+from gramfx.torch_compat import autocast_off, data_dependent, flat_weights_kept, functorch_levels_closed
 from gramfx.tracing import by_tracing, explain, refuse_custom_functions
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
@@ -176,7 +176,8 @@ def _refuse_data_dependent(captured: Captured) -> None:
 def _compare(captured: Captured, program: Program, call: Call, reference: Reference) -> None:
     leaves = trainable(program)
     tensors = [tensor.detach() for tensor in call.tensors]
-    objectives = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))[0]
+    with autocast_off():
+        objectives = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))[0]
     got = _gradients(objectives, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
     if objectives.shape != reference.objectives.shape:
         raise _mismatch("shape of the objectives", tuple(reference.objectives.shape), tuple(objectives.shape))

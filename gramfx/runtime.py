@@ -15,7 +15,7 @@ from gramfx.captured import Captured
 from gramfx.graph import named, placeholders, results, value
 from gramfx.pipeline import Lowering
 from gramfx.program import Program
-from gramfx.torch_compat import compile_graph, contiguous, fake_mode_of, trace
+from gramfx.torch_compat import autocast_off, compile_graph, contiguous, fake_mode_of, trace
 
 Runnable = Callable[..., Any]
 
@@ -63,7 +63,7 @@ class _Objectives(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compiled: Compiled, tensors: list[Tensor], *parameters: Tensor) -> tuple[Tensor, Tensor]:
         given = [tensor.detach() for tensor in tensors]
-        with torch.no_grad():
+        with torch.no_grad(), autocast_off():
             # Inductor takes strides for granted; a graph run op by op is given the same for one behaviour of both.
             objectives, gramian, *rest = compiled.run(*(tensor.contiguous() for tensor in given))
             mutated = compiled.captured.mutated
@@ -71,7 +71,7 @@ class _Objectives(torch.autograd.Function):
             for index, new in zip(mutated, rest, strict=False):
                 given[index].copy_(new)
         kept = [before.get(index, tensor) for index, tensor in enumerate(tensors)]
-        ctx.compiled, ctx.count = compiled, len(kept)
+        ctx.compiled = compiled
         ctx.save_for_backward(*kept, *rest[len(mutated) :])
         ctx.mark_non_differentiable(gramian)
         return objectives, gramian
@@ -80,7 +80,7 @@ class _Objectives(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Any, ...]:
         saved = [tensor.detach().contiguous() for tensor in ctx.saved_tensors]
-        with torch.no_grad():
+        with torch.no_grad(), autocast_off():
             gradients = ctx.compiled.gradient(*saved, weights.contiguous())
         return (None, None, *gradients)
 

@@ -43,6 +43,7 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "ambient_state",
+    "autocast_off",
     "compile_graph",
     "contiguous",
     "data_dependent",
@@ -154,6 +155,16 @@ def ambient_state() -> tuple[Any, ...]:
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     return (*autocast, torch.get_default_dtype())
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Run a graph as it is: its casts are its own, and ambient autocast would add more."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def fake_batch_size(graph_module: GraphModule) -> Any:

@@ -199,3 +199,25 @@ def test_stages_can_be_printed_and_the_lowered_graph_run(capsys: pytest.CaptureF
     assert reference.relative_error(objectives, losses(model(x), y)) <= 1e-12
     assert reference.relative_error(gramian, wanted(losses(model(x), y), model)) <= 1e-10
     assert "@0" in str(step.stage("batched")) and "[" in str(step.stage("planned"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_around_the_call_is_that_of_the_plain_forward(inside: bool) -> None:
+    model, (x, y) = net().float(), batch()
+    x = x.float()
+    step = gramfx.transform(model, lambda output, targets: losses(output.float(), targets), compile=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        objectives, gramian = step(x, targets=y)
+        want = losses(model(x).float(), y)
+        if inside:
+            objectives.sum().backward()
+    if not inside:
+        objectives.sum().backward()
+    assert gramian.dtype == torch.float32
+    assert reference.relative_error(objectives, want) <= 1e-6
+    assert reference.relative_error(gramian, wanted(want, model)) <= 3e-2
+    got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
+    summed = reference.weighted_gradient(want, reference.trainable(model), torch.ones(len(y)))
+    assert reference.relative_error(got, summed) <= 3e-2
+    plain = step(x, targets=y)[1]
+    assert 1e-5 < reference.relative_error(plain, gramian)

@@ -179,13 +179,11 @@ def _piece(node: Node, spelling: Spelling) -> bool:
 
 def _chosen(node: Node, spelling: Spelling) -> bool:
     """Rows by ids that are the same for all samples: position tables. Their dims become tokens."""
-    table, ids = (
-        arguments(node)[0],
-        arguments(node)[2] if node.target is aten.index_select.default else arguments(node)[1],
-    )
-    if (node.target is aten.index_select.default and arguments(node)[1] != 0) or not isinstance(ids, Node):
+    selects = node.target is aten.index_select.default
+    table, ids = arguments(node)[0], arguments(node)[2 if selects else 1]
+    if (selects and arguments(node)[1] != 0) or not isinstance(ids, Node):
         return False
-    ignored = int(arguments(node)[2]) if node.target is aten.embedding.default and len(arguments(node)) > 2 else -1
+    ignored = -1 if selects else int(argument(node, 2, "padding_idx", -1))
     if any(axis in spelling.slices for dim in spelling.dims for axis in dim) or len(arguments(node)) > 3:
         return False
     count = value(ids).dim()

@@ -92,14 +92,9 @@ def _prelu(node: Node, build: Builder) -> Node:
 
 
 def _bilinear(node: Node, build: Builder) -> Node:
-    left, right, weight, bias = (
-        arguments(node)[0],
-        arguments(node)[1],
-        arguments(node)[2],
-        argument(node, 3, "bias"),
-    )
+    left, right, weight = arguments(node)[:3]
     product = build(aten.einsum.default, "...i,oij,...j->...o", [left, weight, right])
-    return _affine(build, product, None, bias)
+    return _affine(build, product, None, argument(node, 3, "bias"))
 
 
 def _added_product(node: Node, build: Builder) -> Node:
