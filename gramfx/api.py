@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gramfx.capture import capture
 from gramfx.captured import Captured
-from gramfx.discovery import state_key
+from gramfx.discovery import modules_of, state_key
 from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.pipeline import STAGES, lower
 from gramfx.printing import print_graph, text
@@ -36,8 +36,12 @@ class Stage:
         print_graph(self.graph_module)
 
 
-class Step:
-    """``objectives, gramian = step(*args, **kwargs)``; made by :func:`transform`."""
+class Step(nn.Module):
+    """``objectives, gramian = step(*args, **kwargs)``; made by :func:`transform`.
+
+    A module around the model: ``parameters()``, ``to()``, ``train()`` and ``eval()`` act on the model, and
+    ``state_dict()`` is the model's own.
+    """
 
     def __init__(
         self,
@@ -49,14 +53,27 @@ class Step:
         compile: bool,
         dynamic: bool | None,
     ) -> None:
-        self._model, self._objective, self._in_dims = model, objective, in_dims
-        self._reuse, self._coupled, self._compile, self._dynamic = reuse, coupled, compile, dynamic
+        super().__init__()
+        self.model, self.objective, self.in_dims = model, objective, in_dims
+        if not isinstance(model, nn.Module):
+            self.reached = nn.ModuleList(modules_of(model))
+        self._reuse, self._coupled, self._inductor, self._dynamic = reuse, coupled, compile, dynamic
         self._made: dict[Hashable, tuple[Compiled, Program, list[Any]]] = {}
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
         self._last: Compiled | None = None
 
-    def __call__(self, *args: Any, targets: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state."""
+        held = self.model if isinstance(self.model, nn.Module) else self.reached
+        return held.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state."""
+        held = self.model if isinstance(self.model, nn.Module) else self.reached
+        return held.load_state_dict(*args, **kwargs)
+
+    def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The objectives and the Gramian of their Jacobian.
 
         Returns objectives of any shape, differentiable, and ``J Jᵀ`` of shape ``[m, m]``, ``m = objectives.numel()`` in
@@ -92,13 +109,13 @@ class Step:
         return len(self._made)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Call:
-        if targets is not None and self._objective is None:
+        if targets is not None and self.objective is None:
             raise InputError("targets were given, but there is no objective", remedy="pass objective= to transform")
         unpacked = () if targets is None else targets if isinstance(targets, tuple) else (targets,)
-        return read_call(args, kwargs, unpacked, self._in_dims)
+        return read_call(args, kwargs, unpacked, self.in_dims)
 
     def _compiled(self, call: Call) -> tuple[Compiled, Program]:
-        state, kept = state_key([self._model, self._objective])
+        state, kept = state_key([self.model, self.objective])
         family = (call.key(symbolic_batch=True), state, ambient_state())
         exact = (call.key(symbolic_batch=False), state, ambient_state())
         dynamic = self._wants_dynamic(call, family)
@@ -135,12 +152,13 @@ class Step:
             warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
-        program = Program(self._model, self._objective)
+        program = Program(self.model, self.objective)
         captured: Captured = capture(program, call, dynamic=dynamic)
+        program.call = None
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
         with autocast_off():
             lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
-        return Compiled(captured, lowering, self._compile), program
+        return Compiled(captured, lowering, self._inductor), program
 
 
 def transform(

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -188,11 +188,14 @@ def tracing_quirks() -> Iterator[None]:
     path_search = torch.backends.opt_einsum.enabled
     torch.backends.opt_einsum.enabled = False
     _functorch._set_vmap_fallback_warning_enabled(False)
+    # By default only frames of functions named forward are kept, and a user's helpers are not.
+    all_frames = property(lambda tracer: False, lambda tracer, only_forward: None)
     loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
     try:
         for logger in loud:
             logger.disabled = True
-        with warnings.catch_warnings():
+        frames = mock.patch.object(PythonKeyTracer, "_record_forward_stack_traces_only", all_frames)
+        with frames, warnings.catch_warnings():
             # The model's own warnings were shown by its eager run; the rest is torch about torch.
             warnings.simplefilter("ignore")
             yield

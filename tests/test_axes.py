@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -357,3 +358,24 @@ def test_an_op_without_a_rule_is_taken_apart(monkeypatch: pytest.MonkeyPatch) ->
         assert captured(fine, vectors(), dynamic)[1].first is None
         first = captured(mixing, vectors(), dynamic)[1].first
         assert first is not None and target_name(first.node) == "aten.cosine_similarity"
+
+
+def test_an_op_without_a_rule_couples_what_is_above_it() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.beside = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+            self.recurrent = torch.nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.recurrent(self.below(x))[1][0][0].sum(-1) + self.beside(x).sum((1, 2))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch on its own recurrent layers
+        program = torch.export.export(Net(), (torch.randn(5, 4, 3),), strict=False).run_decompositions({})
+    module = program.graph_module
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    coupling = trace_axes(module, {names[-1]: 0}, 5, [name for name in names if name.startswith("p_")])
+    coupled = {node.name for node in coupling.coupled}
+    assert "linear" in coupled
+    assert "linear_1" not in coupled

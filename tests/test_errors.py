@@ -1,7 +1,9 @@
 """Every refusal: one of our errors, with what was expected, what was got, where, and what to do; nothing is changed."""
 
+import importlib.util
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +187,17 @@ def test_errors_are_one_tree() -> None:
 def test_message_has_all_parts() -> None:
     shown = str(errors.InputError("no", expected="a", got="b", where="c", remedy="d"))
     assert shown.splitlines() == ["no", "  expected: a", "  got: b", "  where: c", "  what to do: d"]
+
+
+def test_the_users_line_is_found_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gramfx"
+    folder.mkdir()
+    (folder / "mine.py").write_text("def centred(model, x):\n    return model.layer(x) - model.layer(x).mean(0)\n")
+    spec = importlib.util.spec_from_file_location("mine", folder / "mine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    with pytest.warns(errors.CoupledObjectivesWarning, match=r"gramfx/mine\.py:2 in centred") as caught:
+        gramfx.transform(Model(mine.centred), compile=False)(torch.randn(4, 3))
+    assert [warning.filename for warning in caught] == [__file__]

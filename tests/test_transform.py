@@ -220,4 +220,19 @@ def test_autocast_around_the_call_is_that_of_the_plain_forward(inside: bool) -> 
     summed = reference.weighted_gradient(want, reference.trainable(model), torch.ones(len(y)))
     assert reference.relative_error(got, summed) <= 3e-2
     plain = step(x, targets=y)[1]
-    assert 1e-5 < reference.relative_error(plain, gramian)
+    assert reference.relative_error(plain, gramian) > 1e-5
+
+
+def test_a_step_is_a_module_around_the_model() -> None:
+    model, x = net(), batch()[0]
+    step = gramfx.transform(model, compile=False)
+    assert list(step.parameters()) == list(model.parameters())
+    assert step.state_dict().keys() == model.state_dict().keys()
+    step.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert not any(parameter.any() for parameter in model.parameters())
+    assert step.eval() is step
+    assert not model.training
+    assert step.to(torch.float32)(x.float())[1].dtype == torch.float32
+    assert next(model.parameters()).dtype == torch.float32
+    head = net()
+    assert len(list(gramfx.transform(lambda inputs: head(inputs), compile=False).parameters())) == 4
