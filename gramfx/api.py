@@ -116,8 +116,9 @@ class Step(nn.Module):
 
     def _compiled(self, call: Call) -> tuple[Compiled, Program]:
         state, kept = state_key([self.model, self.objective])
-        family = (call.key(symbolic_batch=True), state, ambient_state())
-        exact = (call.key(symbolic_batch=False), state, ambient_state())
+        own = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
+        around = (state, tuple(id(t) if id(t) in own else None for t in call.tensors), ambient_state())
+        family, exact = (call.key(symbolic_batch=True), around), (call.key(symbolic_batch=False), around)
         dynamic = self._wants_dynamic(call, family)
         key = (dynamic, family if dynamic else exact)
         if key not in self._made:

@@ -103,14 +103,16 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
 def _run_eagerly(program: Program, call: Call) -> Reference:
     """On copies of everything the forward might change."""
     _refuse_wrappers(program)
-    tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
-    state = {name: _copy(tensor) for name, tensor in [*program.named_parameters(), *program.named_buffers()]}
+    named = [*program.named_parameters(), *program.named_buffers()]
+    state = {name: _copy(tensor) for name, tensor in named}
+    copies = {id(tensor): state[name] for name, tensor in named}
+    # A parameter may be given as an input, and is differentiated there too.
+    tensors = [copies[id(tensor)] if id(tensor) in copies else _copy(tensor) for tensor in call.tensors]
     with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program):
         objectives = torch.func.functional_call(program, state, tuple(tensors))
     program.loose = tuple(recorder.loose.values())
     leaves = trainable(program)
     _check_differentiable(objectives, leaves)
-    copies = {id(tensor): state[name] for name, tensor in program.named_parameters()}
     weights = torch.rand(objectives.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gradients = _gradients(objectives, weights, {key: copies.get(key, tensor) for key, (_, tensor) in leaves.items()})
     return Reference(objectives.detach(), weights, gradients)

@@ -31,7 +31,7 @@ STAGES = ("captured", "canonical", "separated", "batched", "joint", "gramian", "
 
 @dataclass
 class Lowering:
-    """All stages of one program, by name, and how many of the last one's outputs are random draws."""
+    """All stages of one program by name, the nodes whose random draws the last one returns, and what couples."""
 
     stages: dict[str, GraphModule] = field(default_factory=dict)
     draws: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ def lower(
     batch_size: int | torch.SymInt | None,
     *,
     exact: bool = True,
-    coupled: Literal["warn", "error", "allow"] = "warn",
+    coupled: Literal["warn", "error"] = "warn",
 ) -> Lowering:
     """Run every stage on a captured graph.
 
@@ -64,7 +64,7 @@ def lower(
     uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
     if any(use.coupled for use in uses) and is_symbolic(value(results(batched)[0]).numel()):
         raise StaticBatchNeeded("the objectives are coupled")
-    _report_coupling(done.coupling, uses, rows, coupled)
+    _report_coupling(done.coupling, uses, coupled)
     joint = differentiate(batched, rows, *_taps(uses), _needed(batched, uses))
     verify_joint(joint)
     stages["joint"] = joint.graph_module
@@ -135,10 +135,10 @@ def _needed(graph_module: GraphModule, uses: list[Use]) -> list[Node]:
     return [*placeholders(graph_module), *nodes]
 
 
-def _report_coupling(coupling: Coupling, uses: list[Use], rows: Rows, wanted: str) -> None:
+def _report_coupling(coupling: Coupling, uses: list[Use], wanted: str) -> None:
     """Say which op couples the samples, where some use pays for it."""
     first = coupling.first
-    if first is None or not any(use.coupled for use in uses) or wanted == "allow":
+    if first is None or not any(use.coupled for use in uses):
         return
     many = sum(use.coupled for use in uses)
     message = (

@@ -48,8 +48,10 @@ class Call:
         for tensor, dim in zip(self.tensors, self.batch_dims, strict=True):
             shape = [-1 if symbolic_batch and d == dim else size for d, size in enumerate(tensor.shape)]
             shapes.append((tuple(shape), tensor.dtype, tensor.device, tensor.requires_grad))
+        # One tensor given twice is one placeholder.
+        same = tuple([id(one) for one in self.tensors].index(id(tensor)) for tensor in self.tensors)
         plain = tuple(None if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf)) for leaf in self.leaves)
-        return self.tree.key(), tuple(shapes), self.batch_dims, plain
+        return self.tree.key(), tuple(shapes), self.batch_dims, same, plain
 
 
 def _hashable(leaf: Any) -> Hashable:

@@ -31,8 +31,9 @@ MOST_UNROLLED = 16
 class Joint:
     """The joint graph and where to find things in it, by name.
 
-    ``cotangents`` maps the name of a tapped forward node to joint nodes: ``single`` for one cotangent per objective of
-    a sample, ``full`` for one per objective of all. ``forward`` maps forward nodes to joint nodes.
+    ``single`` and ``full`` map tapped forward nodes to their cotangents, one per objective of a sample or one per
+    objective of all; ``forward`` maps forward nodes to joint nodes. ``mutated`` counts the outputs after the
+    objectives; ``random`` names the forward nodes that were drawn.
     """
 
     graph_module: GraphModule

@@ -236,3 +236,20 @@ def test_a_step_is_a_module_around_the_model() -> None:
     assert next(model.parameters()).dtype == torch.float32
     head = net()
     assert len(list(gramfx.transform(lambda inputs: head(inputs), compile=False).parameters())) == 4
+
+
+def test_one_tensor_given_twice_and_a_parameter_given_as_input() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4).double()
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.layer(a * b).square()
+
+    model, x = Two(), batch()[0]
+    step = gramfx.transform(model, compile=False)
+    for other in (x, x + 1, model.layer.weight):
+        objectives, gramian = step(x, other)
+        assert reference.relative_error(objectives, model(x, other)) <= 1e-12
+        assert reference.relative_error(gramian, wanted(model(x, other), model)) <= 1e-10
