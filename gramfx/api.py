@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from gramfx.capture import capture
 from gramfx.captured import Captured
-from gramfx.discovery import modules_of, state_key
+from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.pipeline import STAGES, lower
 from gramfx.printing import print_graph, text
@@ -20,6 +20,8 @@ from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size
 
 Objective = Callable[..., Tensor]
+#: A compiled capture, the program whose tensors it runs on, and what its key keeps alive.
+Made = tuple[Compiled, Program, list[Any]]
 
 
 class Stage:
@@ -58,9 +60,10 @@ class Step(nn.Module):
         if not isinstance(model, nn.Module):
             self.reached = nn.ModuleList(modules_of(model))
         self._reuse, self._coupled, self._inductor, self._dynamic = reuse, coupled, compile, dynamic
-        self._made: dict[Hashable, tuple[Compiled, Program, list[Any]]] = {}
+        self._made: dict[Hashable, Made] = {}
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
+        self._assigned: set[Attribute] = set()
         self._last: Compiled | None = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,19 +118,20 @@ class Step(nn.Module):
         return read_call(args, kwargs, unpacked, self.in_dims)
 
     def _compiled(self, call: Call) -> tuple[Compiled, Program]:
-        state, kept = state_key([self.model, self.objective])
+        family, exact, kept = self._keys(call)
+        dynamic = self._wants_dynamic(call, family)
+        found = self._made.get((dynamic, family if dynamic else exact)) or self._made.get((False, exact))
+        if found is None:
+            found = self._make(call, kept, dynamic)
+        self._last = found[0]
+        return found[:2]
+
+    def _keys(self, call: Call) -> tuple[Hashable, Hashable, list[Any]]:
+        """The key of calls that differ in batch size alone, that of calls like this, and what must stay alive."""
+        state, kept = state_key([self.model, self.objective], self._assigned)
         own = {id(tensor) for tensor in (*self.parameters(), *self.buffers())}
         around = (state, tuple(id(t) if id(t) in own else None for t in call.tensors), ambient_state())
-        family, exact = (call.key(symbolic_batch=True), around), (call.key(symbolic_batch=False), around)
-        dynamic = self._wants_dynamic(call, family)
-        key = (dynamic, family if dynamic else exact)
-        if key not in self._made:
-            self._make(call, family, key, exact, kept)
-        if key not in self._made:
-            key = (False, exact)
-        compiled, program, _ = self._made[key]
-        self._last = compiled
-        return compiled, program
+        return (call.key(symbolic_batch=True), around), (call.key(symbolic_batch=False), around), kept
 
     def _wants_dynamic(self, call: Call, family: Hashable) -> bool:
         size = call.batch_size
@@ -136,21 +140,27 @@ class Step(nn.Module):
         first = self._seen.setdefault(family, size)
         return bool(self._dynamic) or first != size
 
-    def _make(self, call: Call, family: Hashable, key: Any, exact: Hashable, kept: list[Any]) -> None:
+    def _make(self, call: Call, kept: list[Any], dynamic: bool) -> Made:
         """Capture and lower, with a symbolic batch if asked for and possible, else for this batch size alone."""
-        if key[0]:
+        before = tensor_attributes(self)
+        made, reason = None, ""
+        if dynamic:
             try:
-                self._made[key] = (*self._lowered(call, dynamic=True), kept)
-                return
+                made = (*self._lowered(call, dynamic=True), kept)
             except Exception as problem:
                 # Whatever torch cannot do with a symbol it may do with a number; if not, that raises below.
-                self._static.add(family)
                 reason = str(problem).partition("\n")[0]
-        static = (False, exact)
-        if static not in self._made:
-            self._made[static] = (*self._lowered(call, dynamic=False), kept)
-        if key[0] and self._dynamic:
-            warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
+        static = made is None
+        made = made or (*self._lowered(call, dynamic=False), kept)
+        after = tensor_attributes(self)
+        self._assigned |= {name for name in after if name not in before or before[name][1] is not after[name][1]}
+        family, exact, _ = self._keys(call)
+        self._made[(False, exact) if static else (True, family)] = made
+        if dynamic and static:
+            self._static.add(family)
+            if self._dynamic:
+                warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
+        return made
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self.model, self.objective)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gramfx.captured import Captured
-from gramfx.discovery import Recorder
+from gramfx.discovery import Recorder, attributes_kept
 from gramfx.errors import (
     CaptureError,
     CaptureMismatchError,
@@ -57,19 +57,19 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
     failures: list[Exception] = []
     for method in (by_export, by_tracing):
         try:
-            with _random_state_kept(program, call), refuse_custom_functions(), functorch_levels_closed():
+            with _traces_leave_nothing(program, call):
                 captured = method(program, call, dynamic)
             _refuse_data_dependent(captured)
             with _random_state_kept(program, call):
                 _compare(captured, program, call, reference)
             return captured
-        except CaptureMismatchError as error:
-            failures.append(error)
-        except GramfxError:
-            raise
         except Exception as error:
+            final = isinstance(error, GramfxError) and not isinstance(error, CaptureMismatchError)
+            if final and not failures:
+                raise
             failures.append(error)
-    raise explain(failures) from failures[0]
+    problem = explain(failures)
+    raise problem from None if problem in failures else failures[0]
 
 
 @contextlib.contextmanager
@@ -88,6 +88,17 @@ def _random_state_kept(program: Program, call: Call) -> Iterator[None]:
             expected="randomness from torch",
             remedy="draw with torch.rand or torch.randint",
         )
+
+
+@contextlib.contextmanager
+def _traces_leave_nothing(program: Program, call: Call) -> Iterator[None]:
+    with (
+        _random_state_kept(program, call),
+        refuse_custom_functions(),
+        functorch_levels_closed(),
+        attributes_kept(program),
+    ):
+        yield
 
 
 def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:

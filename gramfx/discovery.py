@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -68,18 +69,21 @@ def modules_of(root: Any) -> list[nn.Module]:
     return [module for module in found if id(module) not in inner]
 
 
-def state_key(roots: list[Any]) -> tuple[Hashable, list[Any]]:
+Attribute = tuple[int, str]
+
+
+def state_key(roots: list[Any], assigned: Collection[Attribute] = ()) -> tuple[Hashable, list[Any]]:
     """A key of everything but tensor values that a capture bakes in, and the objects whose identity it uses.
 
-    Training flags, ``requires_grad`` flags, which names share a tensor, dtypes, devices, and plain attributes of
-    modules; tensors and plain values in closures.
+    Of modules: their types and forward hooks, which names share a tensor, flags, dtypes, devices, and plain attributes;
+    tensors and plain values in closures. ``assigned``: tensor attributes that the forward sets itself, left out.
     """
     key: list[Hashable] = []
     kept: list[Any] = []
     for root in roots:
         for thing in reachable(root):
             if isinstance(thing, nn.Module):
-                key.append(_module_key(thing))
+                key.append(_module_key(thing, assigned, kept))
             elif isinstance(thing, Tensor):
                 key.append((id(thing), thing.shape, thing.dtype, thing.device, thing.requires_grad))
             else:
@@ -88,17 +92,65 @@ def state_key(roots: list[Any]) -> tuple[Hashable, list[Any]]:
     return tuple(key), kept
 
 
-def _module_key(module: nn.Module) -> Hashable:
+def _module_key(module: nn.Module, assigned: Collection[Attribute], kept: list[Any]) -> Hashable:
     order: dict[int, int] = {}
     key: list[Hashable] = [id(module)]
     for child in module.modules():
-        plain = tuple((name, value) for name, value in vars(child).items() if isinstance(value, _PLAIN))
-        key.append(plain)
+        key.append((type(child),))
+        key.append(tuple(id(hook) for hooks in _forward_hooks(child) for hook in hooks.values()))
+        for name, value in vars(child).items():
+            if name not in _OF_EVERY_MODULE and (id(child), name) not in assigned:
+                key.append((name, _frozen(value, kept)))
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
                 number = order.setdefault(id(tensor), len(order))
                 key.append((name, number, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
     return tuple(key)
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+
+
+def _forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _frozen(value: Any, kept: list[Any]) -> Hashable:
+    """A key of an attribute: by value where it is plain, by identity where it is a tensor or a function."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_frozen(one, kept) for one in value)
+    if isinstance(value, dict):
+        return type(value), tuple((str(name), _frozen(one, kept)) for name, one in value.items())
+    if isinstance(value, Tensor) or (callable(value) and not isinstance(value, nn.Module)):
+        kept.append(value)
+        return id(value)
+    return None
+
+
+def tensor_attributes(program: nn.Module) -> dict[Attribute, tuple[nn.Module, Tensor]]:
+    """The plain attributes of modules that hold a tensor which is neither parameter nor buffer."""
+    return {
+        (id(module), name): (module, value)
+        for module in program.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+@contextlib.contextmanager
+def attributes_kept(program: nn.Module) -> Iterator[None]:
+    """A trace leaves fakes in the tensor attributes that the forward sets; put back what was there."""
+    before = tensor_attributes(program)
+    try:
+        yield
+    finally:
+        for (key, name), (module, value) in tensor_attributes(program).items():
+            if (key, name) not in before:
+                delattr(module, name)
+            elif before[key, name][1] is not value:
+                setattr(module, name, before[key, name][1])
 
 
 class Recorder(TorchFunctionMode):

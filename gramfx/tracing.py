@@ -153,9 +153,10 @@ def explain(failures: Sequence[Exception]) -> GramfxError:
                 where=user_frame(traceback.extract_tb(failure.__traceback__)),
                 remedy="use torch.where, masks or fixed shapes instead of Python branches, .item() and nonzero()",
             )
+    for failure in failures:
+        if isinstance(failure, GramfxError):
+            return failure
     first = failures[0]
-    if isinstance(first, GramfxError):
-        return first
     return CaptureError(
         "the model could not be captured as a graph",
         expected="a model that torch.export or tracing can follow",

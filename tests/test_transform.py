@@ -253,3 +253,69 @@ def test_one_tensor_given_twice_and_a_parameter_given_as_input() -> None:
         objectives, gramian = step(x, other)
         assert reference.relative_error(objectives, model(x, other)) <= 1e-12
         assert reference.relative_error(gramian, wanted(model(x, other), model)) <= 1e-10
+
+
+class Stateful(nn.Module):
+    """Keeps its hidden values in a plain attribute; ``carries`` them into the next call, or only stores them."""
+
+    def __init__(self, carries: bool) -> None:
+        super().__init__()
+        self.layer, self.carries = nn.Linear(3, 3).double(), carries
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if self.carries and self.last is not None:
+            h = h + self.last
+        self.last = h.detach()
+        return h.square()
+
+
+def test_stored_activations_are_no_state_and_leave_no_fakes() -> None:
+    model, x = Stateful(carries=False), batch()[0]
+    step = gramfx.transform(model, compile=False)
+    for shift in (0, 1, 2):
+        assert reference.relative_error(step(x + shift)[1], wanted(model(x + shift), model)) <= 1e-10
+        assert type(model.last) is Tensor
+    assert step.captures == 1
+
+
+def test_state_carried_in_an_attribute_is_refused() -> None:
+    with pytest.raises(gramfx.errors.CaptureMismatchError, match="state kept between calls"):
+        gramfx.transform(Stateful(carries=True), compile=False)(batch()[0])
+
+
+def test_what_a_capture_bakes_in_may_change() -> None:
+    class Baked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.act = nn.Linear(3, 2).double(), nn.ReLU()
+            self.function: Any = torch.sin
+            self.scales = [1.0, 2.0]
+            self.mask = torch.ones(2, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(self.act(self.layer(x))) * self.scales[1] * self.mask
+
+    model, x = Baked(), batch()[0]
+    step = gramfx.transform(model, compile=False)
+
+    def check() -> None:
+        assert reference.relative_error(step(x)[1], wanted(model(x), model)) <= 1e-10
+
+    check()
+    model.act = nn.Tanh()  # type: ignore[assignment]
+    check()
+    model.function = torch.cos
+    check()
+    model.scales[1] = 5.0
+    check()
+    model.mask.mul_(3)
+    check()
+    model.mask = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    check()
+    handle = model.layer.register_forward_hook(lambda module, args, output: output * 2)
+    check()
+    handle.remove()
+    check()
+    assert step.captures == 6
