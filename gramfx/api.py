@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from gramfx.capture import capture
+from gramfx.capture import capture, confirm
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
@@ -165,10 +165,12 @@ class Step(nn.Module):
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self.model, self.objective)
         captured: Captured = capture(program, call, dynamic=dynamic)
-        program.call = None
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
         with autocast_off():
             lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
+        if self._reuse == "exact":
+            confirm(captured, lowering.stages["lowered"], program, call)
+        program.call = None
         return Compiled(captured, lowering, self._inductor), program
 
 

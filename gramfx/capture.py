@@ -7,14 +7,16 @@ gradient of a random combination of them must agree.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from gramfx.captured import Captured
+from gramfx.captured import Captured, Probe
 from gramfx.discovery import Recorder, attributes_kept
 from gramfx.errors import (
     CaptureError,
@@ -24,6 +26,7 @@ from gramfx.errors import (
     NoTrainableParameterError,
     ObjectiveError,
     UnsupportedError,
+    VerificationError,
 )
 from gramfx.export import by_export
 from gramfx.graph import where
@@ -62,6 +65,7 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
             _refuse_data_dependent(captured)
             with _random_state_kept(program, call):
                 _compare(captured, program, call, reference)
+            captured.probe = _probe(captured, program, reference)
             return captured
         except Exception as error:
             final = isinstance(error, GramfxError) and not isinstance(error, CaptureMismatchError)
@@ -194,8 +198,7 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
     got = _gradients(objectives, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
     if objectives.shape != reference.objectives.shape:
         raise _mismatch("shape of the objectives", tuple(reference.objectives.shape), tuple(objectives.shape))
-    dtypes = [reference.objectives.dtype, *(t.dtype for _, t in leaves.values()), *_dtypes(captured)]
-    tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    tolerance = _tolerance(captured, program)
     pairs = [("objectives", objectives.detach(), reference.objectives)]
     pairs += [
         (leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t))
@@ -205,9 +208,37 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
     _compare_group(pairs[1:], tolerance)
 
 
-def _dtypes(captured: Captured) -> set[torch.dtype]:
-    values = (node.meta.get("val") for node in captured.graph_module.graph.nodes)
-    return {value.dtype for value in values if isinstance(value, Tensor)}
+def _tolerance(captured: Captured, program: Program) -> float:
+    values = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
+    tensors = [*(tensor for _, tensor in trainable(program).values()), *values]
+    return max(_TOLERANCE.get(tensor.dtype, 0.0) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _probe(captured: Captured, program: Program, reference: Reference) -> Probe:
+    squares = [float(g.double().square().sum()) for g in reference.gradients.values() if g is not None]
+    return Probe(reference.weights.flatten() + 0.5, sum(squares), _tolerance(captured, program))
+
+
+def confirm(captured: Captured, lowered: GraphModule, program: Program, call: Call) -> None:
+    """Run a lowered graph once: ``wᵀ G w`` must be ``|Jᵀ w|²``, which the eager model gave for random ``w``.
+
+    A wrong rule, pass or kernel anywhere on the way shows here, with probability one. Raises
+    :class:`VerificationError`.
+    """
+    assert captured.probe is not None
+    tensors = [tensor.detach() for tensor in (*call.tensors, *program.loose)]
+    with _random_state_kept(program, call), torch.no_grad(), autocast_off():
+        gramian = lowered(*(tensor.contiguous() for tensor in captured.fetch(program, tensors)))[1].double()
+    weights = captured.probe.weights.to(gramian)
+    got, scale = float(weights @ gramian @ weights), float(weights @ gramian.abs() @ weights)
+    error = abs(got - captured.probe.squared_norm)
+    if math.isfinite(captured.probe.squared_norm) and not error <= captured.probe.tolerance * scale:
+        raise VerificationError(
+            "the Gramian does not fit the model's own gradient: a bug in gramfx",
+            expected=f"wᵀ G w = {captured.probe.squared_norm:.9g} for the weights that were tried",
+            got=f"{got:.9g}",
+            remedy="please report the model; coupled or symbolic batches are the first things to try without",
+        )
 
 
 def _zero_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:

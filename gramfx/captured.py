@@ -38,6 +38,15 @@ class Slot:
     name: str
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What the eager model says of one combination of its objectives: ``|Jᵀ weights|²``, to ``tolerance``."""
+
+    weights: Tensor
+    squared_norm: float
+    tolerance: float
+
+
 @dataclass
 class Captured:
     """A graph ``(*slots) -> (objectives, *new values of the mutated slots)``, and how it was had."""
@@ -47,6 +56,7 @@ class Captured:
     mutated: tuple[int, ...]
     constants: tuple[Tensor, ...]
     method: Literal["export", "trace"]
+    probe: Probe | None = None
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""

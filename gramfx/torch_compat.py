@@ -76,7 +76,12 @@ DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, Dyn
 RELAXED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 #: Ops whose backward gives wrong values under ``vmap``.
-_WRONG_UNDER_VMAP = {aten.cdist.default, aten._cdist_forward.default, aten._cdist_backward.default}
+_WRONG_UNDER_VMAP = {
+    aten.cdist.default,
+    aten._cdist_forward.default,
+    aten._cdist_backward.default,
+    aten.index_fill.int_Tensor,
+}
 
 # What these log on a failure is raised as well.
 _LOUD = (

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gramfx.errors import VerificationError
-from gramfx.graph import inline, named, placeholders, rename, results, value
+from gramfx.errors import UnsupportedError, VerificationError
+from gramfx.graph import inline, named, placeholders, rename, results, value, where
 from gramfx.provenance import is_random
 from gramfx.torch_compat import contiguous, fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
@@ -104,6 +104,12 @@ class _Tapped(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        if is_random(n) and any(isinstance(r, Tensor) and r.requires_grad for r in pytree.tree_leaves(result)):
+            raise UnsupportedError(
+                "an op draws random numbers and passes a gradient at once, so its draw cannot be kept apart",
+                where=where(n),
+                remedy="draw first, then compute with what was drawn",
+            )
         if n in self.taps and not result.requires_grad:
             result = result.detach().requires_grad_()
         if n in self.taps or n in self.keep:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramfx
@@ -88,6 +89,12 @@ REFUSED = [
     ("no_tensor", lambda: Model(lambda m, x: {"y": m.layer(x)}), errors.ObjectiveError, "objective="),
     ("frozen", lambda: Model(lambda m, x: m.layer(x)).requires_grad_(False), errors.NoTrainableParameterError, "none"),
     ("python_random", lambda: Model(lambda m, x: m.layer(x) * random.random()), errors.CaptureError, "torch.rand"),
+    (
+        "random_gradient",
+        lambda: Model(lambda m, x: F.rrelu(m.layer(x), training=True)),
+        errors.UnsupportedError,
+        "rrelu",
+    ),
     ("complex_parameter", complex_layer, errors.UnsupportedError, "complex64"),
 ]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gramfx
 from gramfx.errors import StaticBatchWarning
+from gramfx.passes import lower_contractions
 from tests import reference
 
 
@@ -319,3 +320,10 @@ def test_what_a_capture_bakes_in_may_change() -> None:
     handle.remove()
     check()
     assert step.captures == 6
+
+
+def test_a_wrong_gramian_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = lower_contractions.gramian_of
+    monkeypatch.setattr(lower_contractions, "gramian_of", lambda *given: honest(*given) * 1.001)
+    with pytest.raises(gramfx.errors.VerificationError, match="does not fit"):
+        gramfx.transform(net(), losses, compile=False)(batch()[0], targets=batch()[1])

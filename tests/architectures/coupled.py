@@ -40,6 +40,11 @@ def penalised(p: Any, x: Tensor) -> Tensor:
     return torch.stack([torch.tanh(x @ p.w).square().mean(), p.w.square().sum()])
 
 
+def traces(p: Any, x: Tensor) -> Tensor:
+    """Diagonals across the batch; the backward of a trace is wrong under vmap."""
+    return torch.stack([torch.trace(x @ p.w), torch.trace(torch.tanh(x @ p.w))])
+
+
 def detached_centre(m: Any, x: Tensor) -> Tensor:
     """Centred by a mean that gives no gradient."""
     h = m.a(x)
@@ -153,6 +158,7 @@ COUPLED = [
         coupled=True,
     ),
     formula("loss_and_penalty", {"w": (3, 2)}, penalised, X, out_dim=None, coupled=True),
+    formula("traces_of_the_batch", {"w": (3, 4)}, traces, X, out_dim=None, coupled=True),
     plain(
         "mean_of_pairs", lambda: mlp(3, 4, 1), X, objective=lambda o: o.view(2, 2).mean(1), out_dim=None, coupled=True
     ),
