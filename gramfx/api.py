@@ -17,7 +17,8 @@ from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
 from gramfx.source import warn_user
-from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size
+from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size, is_symbolic
+from gramfx.uses import StaticBatchNeeded
 
 Objective = Callable[..., Tensor]
 #: A compiled capture, the program whose tensors it runs on, and what its key keeps alive.
@@ -166,6 +167,8 @@ class Step(nn.Module):
         program = Program(self.model, self.objective)
         captured: Captured = capture(program, call, dynamic=dynamic)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
+        if dynamic and not is_symbolic(size):
+            raise StaticBatchNeeded("the model fixes the batch size")
         with autocast_off():
             lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
         if self._reuse == "exact":

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -169,8 +169,3 @@ def slot_of_input(index: int, call: Call) -> Slot:
     """The slot of the call's tensor ``index``, or of a tensor closed over where the call has fewer."""
     count = len(call.tensors)
     return Slot("input", index, f"input{index}" if index < count else f"closure{index - count}")
-
-
-def unused(argument: Any) -> bool:
-    """Whether an output of a multi-output node is absent."""
-    return argument is None

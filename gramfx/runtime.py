@@ -15,7 +15,15 @@ from gramfx.captured import Captured
 from gramfx.graph import named, placeholders, results, value
 from gramfx.pipeline import Lowering
 from gramfx.program import Program
-from gramfx.torch_compat import autocast_off, compile_graph, contiguous, fake_mode_of, trace
+from gramfx.torch_compat import (
+    autocast_off,
+    compile_graph,
+    contiguous,
+    fake_batch_size,
+    fake_mode_of,
+    is_symbolic,
+    trace,
+)
 
 Runnable = Callable[..., Any]
 
@@ -24,7 +32,7 @@ Runnable = Callable[..., Any]
 class Compiled:
     """One lowered capture, ready to run on the tensors of its slots.
 
-    Its gradient graph, ``(*slots, *random draws, weights) -> gradients``, is made at the first backward.
+    Its gradient, ``(*slots, *random draws, weights) -> gradients``, is made at the first backward.
     """
 
     captured: Captured
@@ -55,8 +63,20 @@ class Compiled:
     def gradient(self) -> Runnable:
         """The replayed backward, made when first asked for."""
         if self._gradient is None:
-            self._gradient = self._runnable(gradient_graph(self.lowering))
+            self._gradient = self._make_gradient()
         return self._gradient
+
+    def _make_gradient(self) -> Runnable:
+        """Traced and compiled as the step is; a symbolic batch that a trace cannot keep is replayed op by op."""
+        replay, fakes = replayed_gradient(self.lowering)
+        size = fake_batch_size(self.lowering.stages["canonical"])
+        if not is_symbolic(size):
+            return self._runnable(trace(replay, fakes))
+        try:
+            traced = trace(replay, fakes)
+        except Exception:
+            return replay
+        return self._runnable(traced) if is_symbolic(size) else replay
 
 
 class _Objectives(torch.autograd.Function):
@@ -96,8 +116,11 @@ class _Replayed(Interpreter):
         return self.given[n] if n in self.given else super().run_node(n)
 
 
-def gradient_graph(lowering: Lowering) -> GraphModule:
-    """``(*slots, *random draws, weights) -> Jᵀ weights`` for each trainable slot, zeros where nothing depends on it."""
+def replayed_gradient(lowering: Lowering) -> tuple[Runnable, list[Any]]:
+    """``(*slots, *random draws, weights) -> Jᵀ weights`` for each trainable slot, and fakes to trace it with.
+
+    Zeros where nothing depends on a slot.
+    """
     graph_module = lowering.stages["canonical"]
     inputs = placeholders(graph_module)
     learned = [index for index, node in enumerate(inputs) if "parameter" in node.meta]
@@ -120,4 +143,4 @@ def gradient_graph(lowering: Lowering) -> GraphModule:
             found = torch.autograd.grad(objectives, wanted, seed, allow_unused=True)
         return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
 
-    return trace(run, [*fakes, weights])
+    return run, [*fakes, weights]

@@ -62,6 +62,7 @@ __all__ = [
     "repeated",
     "same_shape",
     "same_size",
+    "size_conditions",
     "trace",
     "tracing_quirks",
 ]
@@ -336,6 +337,13 @@ def trace(function: Callable[..., Any], fakes: Sequence[Any], *, stack_traces: b
         return made
     with torch.no_grad():
         return _make_fx(torch.func.functionalize(Interpreter(made).run, remove="mutations"), fakes, False)
+
+
+def size_conditions(fakes: Sequence[Any]) -> list[str]:
+    """What a trace took for granted of the symbolic batch: a number it was fixed to, or a branch it took."""
+    environment: Any = next(fake.fake_mode.shape_env for fake in fakes if isinstance(fake, FakeTensor))
+    fixed = [f"{symbol} == {number}" for symbol, number in environment.replacements.items()]
+    return fixed + [str(guard.expr) for guard in environment.guards]
 
 
 def _make_fx(function: Callable[..., Any], fakes: Sequence[Any], stack_traces: bool) -> GraphModule:

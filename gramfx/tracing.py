@@ -18,7 +18,7 @@ from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError,
 from gramfx.program import Call, Program
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, trace
+from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, size_conditions, trace
 
 aten = torch.ops.aten
 
@@ -85,6 +85,9 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
 
     with as_captured(program):
         graph_module = trace(run, fakes, stack_traces=True)
+    if dynamic and (conditions := size_conditions(fakes)):
+        # Export checks this of itself; a trace only writes it down.
+        raise CaptureError("the model's graph depends on the batch size", got=", ".join(conditions))
     _only_users_stops(graph_module)
     slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]
     slots += [slot_of_input(index, call) for index in range(len(own) + len(loose))]

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -327,3 +328,49 @@ def test_a_wrong_gramian_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gramfx.passes.lower_contractions.gramian_of", slightly_off)
     with pytest.raises(gramfx.errors.VerificationError, match="does not fit"):
         gramfx.transform(net(), losses, compile=False)(batch()[0], targets=batch()[1])
+
+
+def branches_on_size(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x) if len(x) > 4 else 2 * model.layer(x)
+
+
+def divides_by_size(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x) / float(len(x))
+
+
+def slices_by_size(model: Any, x: Tensor) -> Tensor:
+    return (model.layer(x) + model.table[: len(x)]).square()
+
+
+def branches_and_differentiates(model: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model.layer(x).tanh().sum(), x, create_graph=True)
+    return slope if len(x) > 4 else 2 * slope
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [branches_on_size, divides_by_size, slices_by_size, branches_and_differentiates])
+def test_no_graph_serves_a_batch_size_it_was_not_made_for(function: Any, dynamic: bool | None) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+            self.table = nn.Parameter(torch.linspace(0, 1, 24, dtype=torch.float64).reshape(12, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self, x)
+
+    model = Sized()
+    step = gramfx.transform(model, compile=False, dynamic=dynamic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StaticBatchWarning)
+        for count in (5, 6, 9, 3, 4, 2):
+            x = batch(count)[0]
+            objectives, gramian = step(x)
+            assert reference.relative_error(objectives, model(x)) <= 1e-12
+            assert reference.relative_error(gramian, wanted(model(x), model)) <= 1e-10
+            model.zero_grad()
+            objectives.sum().backward()
+            got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
+            jacobian = reference.jacobian(model(x), reference.trainable(model))
+            assert reference.relative_error(got, jacobian.sum(0)) <= 1e-10
