@@ -134,3 +134,15 @@ def groups(terms: Sequence[Term]) -> list[list[Term]]:
         key = merge_key(term)
         found.setdefault(number if key is None else key, []).append(term)
     return list(found.values())
+
+
+def components(terms: Sequence[Term]) -> list[list[Term]]:
+    """Terms that touch the same entries of the parameter, together; all in one where they are not aligned."""
+    if any(set(term.parameter) != set(terms[0].parameter) for term in terms):
+        return [list(terms)]
+    found: dict[object, list[Term]] = {}
+    for term in terms:
+        found.setdefault(tuple(sorted(term.slices.items())), []).append(term)
+    parts = list(found.values())
+    apart = all(disjoint(a[0], b[0]) for a, b in itertools.combinations(parts, 2))
+    return parts if apart else [list(terms)]

@@ -12,7 +12,10 @@ from gramfx.capture import capture, confirm
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
-from gramfx.pipeline import STAGES, lower
+from gramfx.measure import fastest_measured
+from gramfx.passes.plan_contractions import fastest_predicted
+from gramfx.pipeline import STAGES, Planning, lower, replanned
+from gramfx.plan import Plan, parse_bytes
 from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
@@ -55,13 +58,15 @@ class Step(nn.Module):
         coupled: Literal["warn", "error"],
         compile: bool,
         dynamic: bool | None,
+        planning: Planning,
     ) -> None:
         super().__init__()
         self.model, self.objective, self.in_dims = model, objective, in_dims
         if not isinstance(model, nn.Module):
             self.reached = nn.ModuleList(modules_of(model))
         self._reuse, self._coupled, self._inductor, self._dynamic = reuse, coupled, compile, dynamic
-        self._made: dict[Hashable, Made] = {}
+        self._planning = planning
+        self._made: dict[Hashable, list[Made]] = {}
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
         self._assigned: set[Attribute] = set()
@@ -108,6 +113,13 @@ class Step(nn.Module):
         return Stage(name, self._last.lowering.stages[name])
 
     @property
+    def plan(self) -> Plan:
+        """How the latest call or capture contracts each parameter, and what that costs."""
+        if self._last is None or self._last.lowering.plan is None:
+            raise InputError("nothing was captured yet", remedy="call the step, or step.capture(...), first")
+        return self._last.lowering.plan
+
+    @property
     def captures(self) -> int:
         """How many graphs were captured so far."""
         return len(self._made)
@@ -122,10 +134,22 @@ class Step(nn.Module):
         family, exact, kept = self._keys(call)
         dynamic = self._wants_dynamic(call, family)
         found = self._made.get((dynamic, family if dynamic else exact)) or self._made.get((False, exact))
-        if found is None:
-            found = self._make(call, kept, dynamic)
-        self._last = found[0]
-        return found[:2]
+        made = found or self._make(call, kept, dynamic)
+        compiled, program = self._planned(made, call.batch_size)
+        self._last = compiled
+        return compiled, program
+
+    def _planned(self, made: list[Made], batch: int | None) -> tuple[Compiled, Program]:
+        """The capture with a plan for this batch size, planned now where there is none yet."""
+        for compiled, program, _ in made:
+            # A capture without a batch, or for one size alone, has one plan.
+            if batch is None or compiled.static or batch in compiled.plan.regime:
+                return compiled, program
+        compiled, program, kept = made[0]
+        with autocast_off():
+            lowering = replanned(compiled.lowering, batch, self._planning)
+        made.append((Compiled(compiled.captured, lowering, self._inductor), program, kept))
+        return made[-1][:2]
 
     def _keys(self, call: Call) -> tuple[Hashable, Hashable, list[Any]]:
         """The key of calls that differ in batch size alone, that of calls like this, and what must stay alive."""
@@ -141,7 +165,7 @@ class Step(nn.Module):
         first = self._seen.setdefault(family, size)
         return bool(self._dynamic) or first != size
 
-    def _make(self, call: Call, kept: list[Any], dynamic: bool) -> Made:
+    def _make(self, call: Call, kept: list[Any], dynamic: bool) -> list[Made]:
         """Capture and lower, with a symbolic batch if asked for and possible, else for this batch size alone."""
         before = tensor_attributes(self)
         made, reason = None, ""
@@ -156,12 +180,12 @@ class Step(nn.Module):
         after = tensor_attributes(self)
         self._assigned |= {name for name in after if name not in before or before[name][1] is not after[name][1]}
         family, exact, _ = self._keys(call)
-        self._made[(False, exact) if static else (True, family)] = made
+        self._made[(False, exact) if static else (True, family)] = [made]
         if dynamic and static:
             self._static.add(family)
             if self._dynamic:
                 warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
-        return made
+        return [made]
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self.model, self.objective)
@@ -169,9 +193,10 @@ class Step(nn.Module):
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
         if dynamic and not is_symbolic(size):
             raise StaticBatchNeeded("the model fixes the batch size")
+        exact = self._reuse == "exact"
         with autocast_off():
-            lowering = lower(captured, size, exact=self._reuse == "exact", coupled=self._coupled)
-        if self._reuse == "exact":
+            lowering = lower(captured, size, exact=exact, coupled=self._coupled, planning=self._planning)
+        if exact:
             confirm(captured, lowering.stages["lowered"], program, call)
         program.call = None
         return Compiled(captured, lowering, self._inductor), program
@@ -185,6 +210,8 @@ def transform(
     coupled: Literal["warn", "error"] = "warn",
     compile: bool = True,
     dynamic: bool | None = None,
+    memory_budget: int | str | None = None,
+    plan: Plan | Literal["measure"] | None = None,
 ) -> Step:
     """A step that computes a model's objectives and the Gramian ``G = J Jᵀ`` of their Jacobian in one pass.
 
@@ -201,12 +228,22 @@ def transform(
     compile: whether Inductor compiles the result.
     dynamic: ``True`` for one graph for all batch sizes of at least 2, ``False`` for one per size, ``None`` for static
         until a second size is seen.
+    memory_budget: bytes above what a plain forward and backward needs that the step may use, a number or a string as
+        ``"512MiB"``; ``None`` for a tenth of that need, at least 64 MiB.
+    plan: a plan made before (``step.plan``), taken for the batch sizes it holds for instead of planning; ``"measure"``
+        to time the best candidates on the device and keep the fastest; ``None`` to go by predicted times.
 
-    Raises :class:`gramfx.errors.InputError` for options that do not exist; the step raises when called.
+    The step raises :class:`gramfx.errors.MemoryBudgetError` where no plan keeps the budget. Raises
+    :class:`gramfx.errors.InputError` for options that do not exist; the step raises when called.
     """
     for name, given, known in (("reuse", reuse, ("exact", "separate")), ("coupled", coupled, ("warn", "error"))):
         if given not in known:
             raise InputError(f"{name} has no such value", expected=" or ".join(map(repr, known)), got=repr(given))
     if not callable(model):
         raise InputError("the model cannot be called", expected="a module or a function", got=type(model).__name__)
-    return Step(model, objective, in_dims, reuse, coupled, compile, dynamic)
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if not (plan is None or plan == "measure" or isinstance(plan, Plan)):
+        raise InputError("plan is no plan", expected="a gramfx.Plan, 'measure' or None", got=repr(plan))
+    order = fastest_measured if plan == "measure" else fastest_predicted
+    planning = Planning(budget, plan if isinstance(plan, Plan) else None, order)
+    return Step(model, objective, in_dims, reuse, coupled, compile, dynamic, planning)

@@ -1,59 +1,138 @@
-"""What contracting terms costs, in multiply-adds."""
+"""What contracting a parameter's terms costs: numbers at one batch size, or polynomials in it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
-import opt_einsum
+import sympy
+import torch
+from sympy.polys.rings import PolyElement
+from torch.fx import Node, map_arg
 
-from gramfx.emit import beside
-from gramfx.forms import OneHot
-from gramfx.terms import SYMBOLIC, Term
-
-Axes = tuple[str, ...]
-
-
-def rows_cost(term: Term, batch: int) -> int:
-    """Of the term's summand of the Jacobian. A symbolic batch counts as ``batch``."""
-    present = {axis for factor in term.factors for axis in factor.axes}
-    out = (*term.rows, *(axis for axis in term.parameter if axis in present))
-    return _einsum_cost([factor.axes for factor in term.factors], out, _sizes(term, batch))
-
-
-def products_cost(terms: Sequence[Term], shape: tuple[int, ...], batch: int) -> int:
-    """Of the products of all rows of the Jacobian with each other."""
-    sizes = _sizes(terms[0], batch)
-    return math.prod(sizes[axis] for axis in terms[0].rows) ** 2 * math.prod(shape)
+from gramfx.arrays import Made
+from gramfx.emit import gramian_array
+from gramfx.graph import value
+from gramfx.machine import Machine
+from gramfx.sketch import BATCH, Sketch, Tape, evaluated, number, polynomial
+from gramfx.terms import ParameterTerms
+from gramfx.torch_compat import product_flops
 
 
-def pair_cost(left: Term, right: Term, batch: int) -> int:
-    """Of ``J_left J_rightᵀ`` without a gradient."""
-    other = beside(right)
-    sizes = {**_sizes(left, batch), **_sizes(other, batch)}
-    one_hot = [f.axes for term in (left, other) for f in term.factors if isinstance(f.view, OneHot)]
-    operands = [f.axes for term in (left, other) for f in term.factors if not isinstance(f.view, OneHot)]
-    for axis in dict.fromkeys(axes[-1] for axes in one_hot):
-        ids = [axes[:-1] for axes in one_hot if axes[-1] == axis]
-        if len(ids) == 2:
-            operands.append((*ids[0], *ids[1]))
-        else:
-            operands = [_replaced(axes, axis, ids[0]) for axes in operands]
-    return _einsum_cost(operands, (*left.rows, *other.rows), sizes)
+@dataclass(frozen=True)
+class Making:
+    """What it takes to make all rows of the Jacobian, of ``samples`` samples: flops, and bytes besides the rows."""
+
+    samples: int
+    flops: int
+    scratch: int
 
 
-def _replaced(axes: Axes, axis: str, ids: Axes) -> Axes:
-    return tuple(new for old in axes for new in (ids if old == axis else (old,)))
+@dataclass(frozen=True)
+class Source:
+    """Sizes and dtype of a tensor that factors point at; ``making`` where it is not there until it is asked for."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    making: Making | None = None
+
+    def at(self, batch: int) -> Source:
+        """With numbers for sizes."""
+        return dataclasses.replace(self, shape=tuple(number(size, batch) for size in self.shape))
+
+    def sketched(self, tape: Tape) -> Sketch | Made:
+        """As an operand of a contraction."""
+        axes = tuple(map(str, range(len(self.shape))))
+        if self.making is None:
+            return Sketch(tape, axes, self.shape, self.dtype, tape.source())
+        making = self.making
+
+        def rows(part: tuple[int, Any] | None) -> Sketch:
+            share = 1 if part is None else part[1] / making.samples
+            tape.flops[self.dtype] += tape.weight * round(share * making.flops)
+            scratch = Sketch(tape, ("bytes",), (round(share * making.scratch),), torch.uint8, tape.source())
+            scratch = scratch.again()
+            made = Sketch(tape, axes, (round(share * self.shape[0]), *self.shape[1:]), self.dtype, tape.source())
+            return made.again(scratch)
+
+        return Made(rows)
+
+    @staticmethod
+    def of(node: Node) -> Source:
+        """Of a node's value."""
+        tensor = value(node)
+        return Source(tuple(polynomial(size) for size in tensor.shape), tensor.dtype)
 
 
-def _sizes(term: Term, batch: int) -> Mapping[str, int]:
-    return {axis: batch if size == SYMBOLIC else size for axis, size in term.sizes.items()}
+@dataclass(frozen=True)
+class Cost:
+    """What a contraction takes, as numbers or as polynomials in the batch size.
+
+    ``flops`` of matrix products, two a multiply-add, by dtype; bytes ``moved``, of them ``spilled`` those that no cache
+    holds; ``launches`` of operations; ``peak`` bytes alive at once besides the sources.
+    """
+
+    flops: Mapping[torch.dtype, Any]
+    moved: Any
+    spilled: Any
+    launches: int
+    peak: Any
+
+    @property
+    def all_flops(self) -> Any:
+        """In whatever dtype."""
+        return sum(self.flops.values())
+
+    def _parts(self, machine: Machine) -> list[tuple[Any, float]]:
+        """Amounts, and how much of each a second takes; none overlaps another."""
+        parts = [(count, machine.rate(dtype)) for dtype, count in self.flops.items()]
+        parts += [(self.spilled, machine.bandwidth), (self.moved - self.spilled, machine.cached_bandwidth)]
+        return [*parts, (self.launches, 1 / machine.latency)]
+
+    def seconds(self, machine: Machine) -> float:
+        """The time at one batch size."""
+        return float(sum(amount / rate for amount, rate in self._parts(machine)))
+
+    def time(self, machine: Machine) -> sympy.Poly:
+        """The seconds as a polynomial in the batch size, exact in the machine's own numbers."""
+        parts = self._parts(machine)
+        total = sum(expression(amount) / sympy.Rational(Fraction(rate)) for amount, rate in parts)
+        return sympy.Poly(total, BATCH.as_expr(), domain="QQ")
 
 
-def _einsum_cost(operands: Sequence[Axes], out: Axes, sizes: Mapping[str, int]) -> int:
-    names = dict.fromkeys(axis for axes in operands for axis in axes)
-    symbols = {axis: opt_einsum.get_symbol(i) for i, axis in enumerate(names)}
-    spelled = ",".join("".join(symbols[axis] for axis in axes) for axes in operands)
-    equation = f"{spelled}->{''.join(symbols[axis] for axis in out)}"
-    shapes = [tuple(sizes[axis] for axis in axes) for axes in operands]
-    return int(opt_einsum.contract_path(equation, *shapes, shapes=True)[1].opt_cost)
+def cost_of(
+    terms: ParameterTerms, sources: Sequence[Source], dtype: torch.dtype, cache: int, batch: int | None = None
+) -> Cost:
+    """The cost of a planned contraction: at batch size ``batch``, or as polynomials where that is ``None``.
+
+    cache: how many bytes stay close at hand; as polynomials, what fits is decided at the planned batch size.
+    """
+    at = terms.recipe.batch if batch is None else batch
+    if batch is not None:
+        sources = [source.at(batch) for source in sources]
+    tape = Tape(BATCH if batch is None else batch, at, cache)
+    made = gramian_array(terms, [source.sketched(tape) for source in sources], dtype, tape.loop)
+    return Cost(dict(tape.flops), tape.moved, tape.spilled, tape.launches, tape.peak(made))
+
+
+def flops_of(nodes: Iterable[Node], batch: int) -> int:
+    """Of matrix products and convolutions, two a multiply-add, as torch counts them; a symbolic batch at ``batch``."""
+    total = 0
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            args, kwargs = map_arg((node.args, node.kwargs), value)
+            total += evaluated(product_flops(node.target, args, kwargs, node.meta.get("val")), batch)
+    return total
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A size as sympy prints it."""
+    return size.as_expr() if isinstance(size, PolyElement) else sympy.Integer(size)
+
+
+def symbolic(sources: Sequence[Source]) -> bool:
+    """Whether some size is not a number."""
+    return any(not isinstance(size, int) for source in sources for size in source.shape)

@@ -1,212 +1,426 @@
-"""From terms and tensors to a Gramian: plain torch operations, to run or to trace."""
+"""From terms to a Gramian, on arrays: tensors to run or to trace, sizes to learn the cost."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import opt_einsum
 import torch
+from opt_einsum.paths import DynamicProgramming
+from sympy.polys.rings import PolyElement
 from torch import Tensor
 
-from gramfx.align import canonical, disjoint, groups, merged
+from gramfx.align import canonical, components, disjoint, groups, merged
+from gramfx.arrays import Axes, Loop, Made, blocks, dense, every
 from gramfx.forms import OneHot, Windows
-from gramfx.terms import Factor, ParameterTerms, Term
+from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Recipe, Term
+from gramfx.torch_compat import is_symbolic
 
-#: A tensor with the names of its dims.
-Named = tuple[Tensor, tuple[str, ...]]
-#: A term and the tensors its factors point at.
-Held = tuple[Term, Sequence[Tensor]]
+#: The part of an axis that is wanted: ``(start, size)``.
+Part = tuple[int, Any]
+Cuts = Mapping[str, Part]
+ROWS = "r"
 
 
-def gramian_of(terms: ParameterTerms, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+@dataclass(frozen=True)
+class Held:
+    """A term and the arrays its factors point at. ``ranked``: its ids count as their ranks."""
+
+    term: Term
+    arrays: Sequence[Any]
+    ranked: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the strategies share: the recipe, the dtype to accumulate in, and how to run over parts."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    loop: Loop = every
+
+
+def gramian_of(terms: ParameterTerms, tensors: Sequence[Tensor | Made], dtype: torch.dtype) -> Tensor:
     """The parameter's summand ``J Jᵀ`` of the Gramian, ``[m, m]``, accumulated in ``dtype``.
 
-    tensors: what the factors of the terms point at.
+    tensors: what the factors of the terms point at; rows of the Jacobian may be made when they are needed.
     """
-    contract = _by_rows if terms.strategy == "outer" else _by_pairs
-    if terms.cross:
-        return contract(_merge_all(terms.terms, tensors, dtype), terms.shape, dtype)
-    blocks = [contract([(term, tensors)], terms.shape, dtype) for term in terms.terms]
-    return torch.stack(blocks).sum(0) if len(blocks) > 1 else blocks[0]
+    arrays = [dense(one) if isinstance(one, Tensor) else one for one in tensors]
+    return gramian_array(terms, arrays, dtype).tensor
 
 
-def _merge_all(terms: Sequence[Term], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Held]:
-    return [_merge(group, tensors, dtype) if len(group) > 1 else (group[0], tensors) for group in groups(terms)]
+def gramian_array(terms: ParameterTerms, arrays: Sequence[Any], dtype: torch.dtype, loop: Loop = every) -> Any:
+    """:func:`gramian_of` on arrays."""
+    work = Work(terms.recipe, dtype, loop)
+    apart = components(terms.terms) if terms.cross else [[term] for term in terms.terms]
+    found = [_gramian(_held(group, arrays, work), terms, work) for group in apart]
+    return functools.reduce(lambda a, b: a.plus(b), found)
 
 
-def _merge(group: Sequence[Term], tensors: Sequence[Tensor], dtype: torch.dtype) -> Held:
+def parameter_rows(
+    term: Term, shape: tuple[int, ...], tensors: Sequence[Tensor], dtype: torch.dtype, part: Part | None = None
+) -> Tensor:
+    """The term's summand of the Jacobian, ``[m, *shape]``, or its rows of the samples ``part``."""
+    cuts = {} if part is None else {row_cut([term]): part}
+    rows = _whole_rows(Held(term, [dense(tensor) for tensor in tensors]), cuts, Work(Recipe("outer"), dtype))
+    return rows.tensor.reshape(rows.tensor.shape[0], *shape)
+
+
+def _held(group: Sequence[Term], arrays: Sequence[Any], work: Work) -> list[Held]:
+    if not work.recipe.merge:
+        return [Held(term, arrays) for term in group]
+    return [_merge(same, arrays) if len(same) > 1 else Held(same[0], arrays) for same in groups(group)]
+
+
+def _merge(group: Sequence[Term], arrays: Sequence[Any]) -> Held:
     """Several terms as one, their tokens laid end to end."""
-    made = [_joined([(term.factors[i], term) for term in group], tensors, dtype) for i in range(len(group[0].factors))]
-    return merged(group), made
+    made = [_end_to_end([(term.factors[i], term) for term in group], arrays) for i in range(len(group[0].factors))]
+    return Held(merged(group), made)
 
 
-def _joined(same: Sequence[tuple[Factor, Term]], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _end_to_end(same: Sequence[tuple[Factor, Term]], arrays: Sequence[Any]) -> Any:
     flat = []
     for factor, term in same:
         one_hot = isinstance(factor.view, OneHot)
-        tensor, axes = _ids(factor, term, tensors) if one_hot else _dense(factor, term, tensors, dtype)
-        kept = tuple(axis for axis in canonical(factor, term) if axis in axes)
-        order = [axes.index(axis) for axis in (*kept, *term.tokens)]
-        tensor = tensor.permute(order)
-        flat.append(tensor.reshape(*tensor.shape[: len(kept)], -1))
+        array = _ids(factor, term, arrays, {}) if one_hot else _loaded(factor, term, arrays, {})
+        kept = tuple(axis for axis in canonical(factor, term) if axis in array.axes)
+        summed = () if len(term.factors) == 1 else term.tokens
+        flat.append(array.reduced((*kept, *summed)))
+        if len(term.factors) > 1:
+            flat[-1] = flat[-1].folded(summed, "t")
     if len(same[0][1].factors) == 1:
-        return torch.stack([tensor.sum(-1) for tensor in flat]).sum(0)
-    return torch.cat(flat, -1)
+        return functools.reduce(lambda a, b: a.plus(b), flat)
+    return flat[0].joined(flat[1:], "t")
 
 
-def _by_rows(group: Sequence[Held], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    jacobian = parameter_rows(group[0][0], shape, group[0][1], dtype)
-    for term, tensors in group[1:]:
-        jacobian = jacobian + parameter_rows(term, shape, tensors, dtype)
-    flat = jacobian.reshape(jacobian.shape[0], math.prod(shape))
-    return flat @ flat.t()
+def _gramian(held: Sequence[Held], terms: ParameterTerms, work: Work) -> Any:
+    """``[m, m]`` of terms that touch the same entries of the parameter."""
+    if work.recipe.strategy == "pairwise":
+        return _assembled(_by_pairs(held, work), held)
+    if not common_axes([one.term for one in held]):
+        rows = functools.reduce(lambda a, b: a.plus(b), [_whole_rows(one, {}, work) for one in held])
+        return rows.contract(rows.renamed({ROWS: f"{ROWS}'"}), (ROWS, f"{ROWS}'"))
+    if work.recipe.strategy == "sorted":
+        held = [dataclasses.replace(one, ranked=True) for one in held]
+    return _assembled(_by_rows(held, work), held)
 
 
-def parameter_rows(term: Term, shape: tuple[int, ...], tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The term's summand of the Jacobian, ``[m, *shape]``."""
-    operands = _operands(term, tensors, dtype)
-    for factor in _one_hots(term):
-        operands.append(_matrix(factor, term, tensors, dtype))
-    present = {axis for _, axes in operands for axis in axes}
-    rows = _einsum(operands, (*term.rows, *(axis for axis in term.parameter if axis in present)))
-    rows = rows.reshape(*rows.shape[: len(term.rows)], *(term.sizes[axis] for axis in term.parameter))
-    for at, axis in enumerate(term.parameter, start=len(term.rows)):
+def common_axes(terms: Sequence[Term]) -> bool:
+    """Whether the terms spell the parameter alike, so that it can be cut."""
+    first = terms[0]
+    return all(t.parameter == first.parameter and t.slices == first.slices for t in terms) and all(
+        any(axis in factor.axes for factor in term.factors) for term in terms for axis in term.parameter
+    )
+
+
+# ---------------------------------------------------------------- blocks of rows of the Jacobian
+
+#: Blocks of the Gramian on and above the diagonal, by number.
+Blocks = dict[tuple[int, int], Any]
+
+
+def row_axes(terms: Sequence[Term]) -> Axes:
+    """The axes of the rows, one for all of them where the terms have different ones."""
+    return terms[0].rows if all(term.rows == terms[0].rows for term in terms) else (ROWS,)
+
+
+def row_cut(terms: Sequence[Term]) -> str:
+    """The axis of the rows that blocks of samples cut, or ``""``."""
+    rows = row_axes(terms)
+    axis = SAMPLE if SAMPLE in rows else rows[0] if rows and rows != (ROWS,) else ""
+    return "" if not axis or terms[0].sizes[axis] == SYMBOLIC else axis
+
+
+def _row_parts(held: Sequence[Held], count: int) -> list[Cuts]:
+    terms = [one.term for one in held]
+    axis = row_cut(terms)
+    if not axis or count < 2:
+        return [{}]
+    extent = terms[0].sizes[axis]
+    return [{axis: part} for part in blocks(extent, math.ceil(extent / count))]
+
+
+def _assembled(found: Blocks, held: Sequence[Held]) -> Any:
+    """``[m, m]`` from its blocks on and above the diagonal, each with the axes of its rows, then of its columns."""
+    terms = [one.term for one in held]
+    rows = row_axes(terms)
+    axis, columns = row_cut(terms), tuple(f"{row}'" for row in rows)
+    count = 1 + max(i for i, _ in found)
+    full = []
+    for i in range(count):
+        line = [found[i, j] if i <= j else _mirrored(found[j, i], rows) for j in range(count)]
+        full.append(line[0].joined(line[1:], f"{axis}'"))
+    whole = full[0].joined(full[1:], axis)
+    return whole.folded(rows, ROWS).folded(columns, f"{ROWS}'").reduced((ROWS, f"{ROWS}'"))
+
+
+def _mirrored(block: Any, rows: Axes) -> Any:
+    names = {row: f"{row}'" for row in rows}
+    swapped = block.renamed({**names, **{new: old for old, new in names.items()}})
+    return swapped.reduced((*rows, *names.values()))
+
+
+def _flat_rows(array: Any, term: Term, rows: Axes, mark: str = "") -> Any:
+    """The rows as one axis where the terms of the parameter have different ones."""
+    return array.folded(tuple(axis + mark for axis in term.rows), ROWS + mark) if rows == (ROWS,) else array
+
+
+# ---------------------------------------------------------------- outer: rows, then their products
+
+
+def _by_rows(held: Sequence[Held], work: Work) -> Blocks:
+    recipe = work.recipe
+    rows = row_axes([one.term for one in held])
+    axis = recipe.axis if recipe.axis in held[0].term.parameter else ""
+    parts = _row_parts(held, recipe.parts)
+    found: Blocks = {}
+    for part in work.loop(blocks(held[0].term.sizes[axis], recipe.chunk) if axis else [(0, 0)]):
+        cut = {axis: part} if axis else {}
+        if recipe.remake:
+            make = functools.partial(_made_again, held, cut, parts, rows, work)
+        else:
+            make = functools.partial(_cut_rows, _in_blocks(held, cut, rows, work), parts)
+        for i in range(len(parts)):
+            mine = make(i)
+            for j in range(i, len(parts)):
+                other = (mine if i == j else make(j)).renamed({row: f"{row}'" for row in rows})
+                block = mine.contract(other, (*rows, *(f"{row}'" for row in rows)))
+                found[i, j] = found[i, j].plus(block) if (i, j) in found else block
+    return found
+
+
+def _made_again(held: Sequence[Held], cut: Cuts, parts: Sequence[Cuts], rows: Axes, work: Work, number: int) -> Any:
+    return _rows_of_all(held, {**cut, **parts[number]}, rows, work)
+
+
+def _cut_rows(made: Any, parts: Sequence[Cuts], number: int) -> Any:
+    return _cut(made, parts[number])
+
+
+def _in_blocks(held: Sequence[Held], cut: Cuts, rows: Axes, work: Work) -> Any:
+    """All rows, those of a few samples at a time."""
+    axis = row_cut([one.term for one in held])
+    if not axis or not work.recipe.samples:
+        return _rows_of_all(held, cut, rows, work)
+    parts = blocks(held[0].term.sizes[axis], work.recipe.samples)
+    first, *rest = (_rows_of_all(held, {**cut, axis: part}, rows, work) for part in parts)
+    return first.joined(rest, axis)
+
+
+def _rows_of_all(held: Sequence[Held], cuts: Cuts, rows: Axes, work: Work) -> Any:
+    """The sum of the terms' rows, the parameter's axes as one."""
+    each = []
+    for one in held:
+        made = _flat_rows(_rows(one, cuts, work), one.term, rows)
+        each.append(made.folded(one.term.parameter, "p"))
+    return functools.reduce(lambda a, b: a.plus(b), each)
+
+
+def _rows(held: Held, cuts: Cuts, work: Work) -> Any:
+    """The term's rows, with the axes of the rows, then of the parameter that some factor has."""
+    term = held.term
+    operands = _operands(held, cuts, work.dtype)
+    chosen = [(f.axes[-1], _ids(f, term, held.arrays, cuts)) for f in _one_hots(term)]
+    present = {axis for array in operands for axis in array.axes} | {axis for axis, _ in chosen}
+    out = (*term.rows, *(axis for axis in term.parameter if axis in present))
+    if not chosen:
+        return _einsum(operands, out, work)
+    later = {axis for _, ids in chosen for axis in ids.axes}
+    kept = [a for a in dict.fromkeys(a for x in operands for a in x.axes) if a in out or a in later]
+    array = _einsum(operands, tuple(kept), work)
+    for number, (axis, ids) in enumerate(chosen, start=1):
+        needed = {*term.rows, *(a for _, rest in chosen[number:] for a in rest.axes)}
+        whole = math.prod(ids.size(a) for a in ids.axes) if held.ranked else term.sizes[axis]
+        ids = ids.ranks() if held.ranked else ids
+        array = array.scatter(axis, ids, tuple(a for a in ids.axes if a in needed), cuts.get(axis, (0, whole)), whole)
+    return array.reduced(out)
+
+
+def _whole_rows(held: Held, cuts: Cuts, work: Work) -> Any:
+    """``[m, entries of the parameter]``, zeros where a slice does not reach."""
+    term = held.term
+    made = _rows(held, cuts, work)
+    extents = {**term.sizes, **{axis: size for axis, (_, size) in cuts.items()}}
+    made = made.shaped((*term.rows, *term.parameter), extents)
+    for axis in term.parameter:
         if axis in term.slices:
             offset, whole = term.slices[axis]
-            rows = _padded(rows, at, offset, whole - offset - term.sizes[axis])
-    return rows.reshape(math.prod(rows.shape[: len(term.rows)]), *shape)
+            made = made.padded(axis, offset, whole - offset - term.sizes[axis])
+    return made.folded(term.rows, ROWS).folded(term.parameter, "p").reduced((ROWS, "p"))
 
 
-def _by_pairs(group: Sequence[Held], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    total: Tensor | None = None
-    for i, left in enumerate(group):
-        for right in group[i:]:
-            if not disjoint(left[0], right[0]):
-                block = _pair(left, right, dtype)
-                block = block if right is left else block + block.t()
-                total = block if total is None else total + block
-    assert total is not None
+# ---------------------------------------------------------------- pairwise: products of factors
+
+
+def _by_pairs(held: Sequence[Held], work: Work) -> Blocks:
+    rows = row_axes([one.term for one in held])
+    parts = _row_parts(held, work.recipe.parts)
+    found: Blocks = {}
+    for i, j in itertools.combinations_with_replacement(range(len(parts)), 2):
+        for left, right in itertools.product(range(len(held)), repeat=2):
+            if disjoint(held[left].term, held[right].term) or (i == j and left > right):
+                continue
+            block = _pair(held[left], held[right], (parts[i], parts[j]), rows, work, whole=i != j)
+            found[i, j] = found[i, j].plus(block) if (i, j) in found else block
+    return found
+
+
+def _pair(left: Held, right: Held, parts: tuple[Cuts, Cuts], rows: Axes, work: Work, *, whole: bool) -> Any:
+    """``J_left J_rightᵀ``, token block by token block; its transpose too unless ``whole``, where all meet all."""
+    cut = [(token_axis(one.term), one.term) for one in (left, right)]
+    mine, other = ([{axis: part} if axis else {} for part in _tokens(axis, term, work)] for axis, term in cut)
+    same = left is right and not whole
+    pairs = [(i, j) for i in range(len(mine)) for j in range(i if same else 0, len(other))]
+    total = None
+    for p, q in work.loop([(_key(mine[i], i), _key(other[j], j)) for i, j in pairs]):
+        block = _block(left, right, {**mine[p[0]], **parts[0]}, {**other[q[0]], **parts[1]}, rows, work)
+        if not whole and not (same and p[0] == q[0]):
+            block = block.plus(_mirrored(block, rows))
+        total = block if total is None else total.plus(block)
     return total
 
 
-def _pair(left: Held, right: Held, dtype: torch.dtype) -> Tensor:
-    """``J_left J_rightᵀ``."""
-    mine, other = left[0], beside(right[0])
-    operands = _meet([(mine, left[1]), (other, right[1])], dtype)
-    block = _einsum(operands, (*mine.rows, *other.rows))
-    count = math.prod(block.shape[: len(mine.rows)])
-    return block.reshape(count, math.prod(block.shape[len(mine.rows) :]))
+def _key(cut: Cuts, number: int) -> tuple[int, Any]:
+    """A part by its number and size, as loops tell parts apart."""
+    return number, next((size for _, size in cut.values()), 0)
 
 
-def beside(term: Term) -> Term:
-    """The right-hand term of a pair: the parameter's axes are shared, all others are its own."""
-    return term.renamed({axis: f"{axis}'" for axis in term.sizes if axis not in term.parameter})
+def token_axis(term: Term) -> str:
+    """The widest axis of tokens, which chunks of a pairwise contraction cut, or ``""``."""
+    return max(term.tokens, key=lambda axis: term.sizes[axis], default="")
+
+
+def _tokens(axis: str, term: Term, work: Work) -> Iterable[Part]:
+    return blocks(term.sizes[axis], work.recipe.chunk) if axis else [(0, 0)]
+
+
+def _block(left: Held, right: Held, mine: Cuts, other: Cuts, rows: Axes, work: Work) -> Any:
+    wide = dataclasses.replace(work, dtype=accumulator(left.term, right.term, work.dtype))
+    operands = _meeting(left, right, mine, other, wide.dtype)
+    columns = tuple(f"{axis}'" for axis in right.term.rows)
+    block = _einsum(operands, (*left.term.rows, *columns), wide).cast(work.dtype)
+    return _flat_rows(_flat_rows(block, left.term, rows), right.term, rows, "'")
+
+
+def accumulator(left: Term, right: Term, dtype: torch.dtype) -> torch.dtype:
+    """float64 for float32 sums over pairs of tokens, which may cancel.
+
+    Where the gradients of tokens cancel to a part ``ε`` of their size, their ``T²`` products cancel to ``ε²``.
+    """
+    several = any(math.prod(term.sizes[axis] for axis in term.tokens) > 1 for term in (left, right))
+    return torch.float64 if several and dtype == torch.float32 else dtype
+
+
+def _beside(term: Term) -> dict[str, str]:
+    """New names for the axes of the right-hand term of a pair: it shares those of the parameter alone."""
+    return {axis: f"{axis}'" for axis in (*term.sizes, *term.rows) if axis not in term.parameter}
+
+
+def _meeting(left: Held, right: Held, mine: Cuts, other: Cuts, dtype: torch.dtype) -> list[Any]:
+    """The operands of a pair, one-hot factors resolved: equal ids meet by comparison, others by gathering."""
+    names = _beside(right.term)
+    loaded = _operands(left, mine, None if _one_hots(left.term) else dtype)
+    again = loaded if left is right and mine == other else _operands(right, other, None)
+    dense = loaded + [array.renamed(names) for array in again]
+    chosen = [(f.axes[-1], _ids(f, left.term, left.arrays, mine)) for f in _one_hots(left.term)]
+    chosen += [(f.axes[-1], _ids(f, right.term, right.arrays, other).renamed(names)) for f in _one_hots(right.term)]
+    for axis in dict.fromkeys(name for name, _ in chosen):
+        ids = [found for name, found in chosen if name == axis]
+        if len(ids) == 2:
+            dense.append(ids[0].equals(ids[1]))
+        else:
+            dense = [array.take(axis, ids[0]) if axis in array.axes else array for array in dense]
+    return [array.cast(dtype) for array in dense]
 
 
 # ---------------------------------------------------------------- factors
 
 
-def _dense(factor: Factor, term: Term, tensors: Sequence[Tensor], dtype: torch.dtype) -> Named:
-    tensor = tensors[factor.tensor]
-    if isinstance(factor.view, Windows):
-        tensor = windows(tensor, factor.view)
-    return _shaped(tensor, factor.axes, term).to(dtype), factor.axes
-
-
-def _shaped(tensor: Tensor, axes: tuple[str, ...], term: Term) -> Tensor:
-    """The tensor with one dim an axis; left alone where it has them, since a reshape may fix a symbolic batch."""
-    if tensor.dim() == len(axes):
-        return tensor
-    return tensor.reshape([term.sizes[axis] for axis in axes])
-
-
-def windows(source: Tensor, view: Windows) -> Tensor:
-    """The patches a kernel sees, a view of the padded source: ``[..., *L] -> [..., *out, *kernel]``."""
-    lead = source.dim() - len(view.kernel)
-    dims = list(zip(view.kernel, view.stride, view.padding, view.dilation, view.out, strict=True))
-    for at, (kernel, stride, padding, dilation, out) in enumerate(dims, lead):
-        reach = (out - 1) * stride + (kernel - 1) * dilation + 1
-        source = _padded(source, at, padding, max(0, reach - int(source.shape[at]) - padding))
-        source = source.unfold(at, (kernel - 1) * dilation + 1, stride).narrow(at, 0, out)[..., ::dilation]
-    return source
-
-
-def _padded(source: Tensor, at: int, before: int, after: int) -> Tensor:
-    """Zeros around dim ``at``; ``F.pad`` would fix a symbolic batch."""
-    sides = [source.new_zeros([*source.shape[:at], size, *source.shape[at + 1 :]]) for size in (before, after)]
-    return torch.cat([sides[0], source, sides[1]], at) if before or after else source
-
-
-def _ids(factor: Factor, term: Term, tensors: Sequence[Tensor]) -> Named:
-    axes = factor.axes[:-1]
-    return _shaped(tensors[factor.tensor], axes, term), axes
+def _operands(held: Held, cuts: Cuts, dtype: torch.dtype | None) -> list[Any]:
+    """All factors but the one-hot ones, and a mask of the ids that count, where some do not."""
+    found = []
+    for factor in held.term.factors:
+        if not isinstance(factor.view, OneHot):
+            found.append(_loaded(factor, held.term, held.arrays, cuts))
+        elif factor.view.ignored >= 0:
+            found.append(_ids(factor, held.term, held.arrays, cuts).differs(factor.view.ignored))
+    return found if dtype is None else [array.cast(dtype) for array in found]
 
 
 def _one_hots(term: Term) -> list[Factor]:
     return [factor for factor in term.factors if isinstance(factor.view, OneHot)]
 
 
-def _operands(term: Term, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Named]:
-    """All factors but the one-hot ones, and a mask of the ids that count, where some do not."""
-    found = []
-    for factor in term.factors:
-        if not isinstance(factor.view, OneHot):
-            found.append(_dense(factor, term, tensors, dtype))
-        elif factor.view.ignored >= 0:
-            ids, axes = _ids(factor, term, tensors)
-            found.append(((ids != factor.view.ignored).to(dtype), axes))
-    return found
+def _ids(factor: Factor, term: Term, arrays: Sequence[Any], cuts: Cuts) -> Any:
+    return _cut(arrays[factor.tensor].shaped(factor.axes[:-1], term.sizes), cuts)
 
 
-def _matrix(factor: Factor, term: Term, tensors: Sequence[Tensor], dtype: torch.dtype) -> Named:
-    """For rows of the Jacobian: the one-hot matrix itself."""
-    assert isinstance(factor.view, OneHot)
-    ids, axes = _ids(factor, term, tensors)
-    classes = torch.arange(factor.view.classes, device=ids.device)
-    return (ids.unsqueeze(-1) == classes).to(dtype), (*axes, factor.axes[-1])
+def _loaded(factor: Factor, term: Term, arrays: Sequence[Any], cuts: Cuts) -> Any:
+    """The part of a factor that is wanted, with the factor's axes."""
+    array = arrays[factor.tensor]
+    if isinstance(array, Made):
+        array = array.rows(cuts.get(row_cut([term])))
+        extents = {**term.sizes, **{axis: size for axis, (_, size) in cuts.items()}}
+        axis = row_cut([term])
+        return _cut(array.shaped(factor.axes, extents), {name: part for name, part in cuts.items() if name != axis})
+    if not isinstance(factor.view, Windows):
+        return _cut(array.shaped(factor.axes, term.sizes), cuts)
+    count = len(factor.view.kernel)
+    lead, places = factor.axes[: -2 * count], tuple(f"place{i}" for i in range(count))
+    spatial = dict(zip(places, (array.size(axis) for axis in array.axes[-count:]), strict=True))
+    source = _cut(array.shaped((*lead, *places), {**term.sizes, **spatial}), cuts)
+    seen = source.windows(factor.view, factor.axes)
+    return _cut(seen, {axis: part for axis, part in cuts.items() if axis not in lead})
 
 
-def _meet(sides: Sequence[Held], dtype: torch.dtype) -> list[Named]:
-    """The operands of a pair, one-hot factors resolved: equal ids meet by comparison, others by gathering."""
-    dense = [operand for term, tensors in sides for operand in _operands(term, tensors, dtype)]
-    chosen = [(f.axes[-1], _ids(f, term, tensors)) for term, tensors in sides for f in _one_hots(term)]
-    for axis in dict.fromkeys(name for name, _ in chosen):
-        ids = [found for name, found in chosen if name == axis]
-        if len(ids) == 2:
-            (a, a_axes), (b, b_axes) = ids
-            equal = a.reshape(*a.shape, *(1,) * b.dim()) == b
-            dense.append((equal.to(dtype), (*a_axes, *b_axes)))
-        else:
-            dense = [_gathered(entry, axis, *ids[0]) if axis in entry[1] else entry for entry in dense]
-    return dense
+def _cut(array: Any, cuts: Cuts) -> Any:
+    for axis in array.axes:
+        if axis in cuts:
+            array = array.cut(axis, *cuts[axis])
+    return array
 
 
-def _gathered(entry: Named, axis: str, ids: Tensor, id_axes: tuple[str, ...]) -> Named:
-    tensor, axes = entry
-    at = axes.index(axis)
-    taken = tensor.index_select(at, ids.reshape(-1))
-    return taken.unflatten(at, list(ids.shape)), (*axes[:at], *id_axes, *axes[at + 1 :])
+# ---------------------------------------------------------------- einsum
 
 
-def _einsum(operands: Sequence[Named], out: tuple[str, ...]) -> Tensor:
-    """One einsum, contracted two operands at a time along the path that opt_einsum finds."""
-    symbols = {
-        axis: opt_einsum.get_symbol(i) for i, axis in enumerate(dict.fromkeys(a for _, x in operands for a in x))
-    }
-    spell = ["".join(symbols[axis] for axis in axes) for _, axes in operands]
-    result = "".join(symbols[axis] for axis in out)
-    shapes = [tuple(_hint(size) for size in tensor.shape) for tensor, _ in operands]
-    path, _ = opt_einsum.contract_path(",".join(spell) + "->" + result, *shapes, shapes=True, optimize="auto")
-    tensors = [tensor for tensor, _ in operands]
-    for step in path:
-        picked = [(tensors.pop(i), spell.pop(i)) for i in sorted(step, reverse=True)]
-        kept = set(result).union(*spell)
-        made = result if not spell else "".join(c for c in dict.fromkeys("".join(s for _, s in picked)) if c in kept)
-        tensors.append(torch.einsum(",".join(s for _, s in picked) + "->" + made, *(t for t, _ in picked)))
-        spell.append(made)
-    return tensors[0]
+def _einsum(operands: Sequence[Any], out: Axes, work: Work) -> Any:
+    """One einsum, contracted two operands at a time along the path that opt_einsum finds for the machine's balance."""
+    arrays = list(operands)
+    if len(arrays) == 1:
+        return arrays[0].reduced(out)
+    hints = [tuple(hint(array.size(axis), work.recipe.batch) for axis in array.axes) for array in arrays]
+    for step in _path(tuple(array.axes for array in arrays), tuple(hints), out, work.recipe.balance):
+        picked = [arrays.pop(i) for i in sorted(step, reverse=True)]
+        if len(picked) == 1:
+            arrays.append(picked[0])
+            continue
+        kept = set(out).union(*(array.axes for array in arrays))
+        right, left = picked
+        axes = tuple(axis for axis in dict.fromkeys((*left.axes, *right.axes)) if axis in kept)
+        arrays.append(left.contract(right, axes if arrays else out))
+    return arrays[0]
 
 
-def _hint(size: int | torch.SymInt) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+@functools.lru_cache(4096)
+def _path(operands: tuple[Axes, ...], shapes: tuple[tuple[int, ...], ...], out: Axes, balance: int) -> Any:
+    if len(operands) == 2:
+        return [(0, 1)]
+    names = dict.fromkeys(axis for axes in operands for axis in axes)
+    symbols = {axis: opt_einsum.get_symbol(i) for i, axis in enumerate(names)}
+    spelled = ",".join("".join(symbols[axis] for axis in axes) for axes in operands)
+    equation = f"{spelled}->{''.join(symbols[axis] for axis in out)}"
+    best = DynamicProgramming(minimize=f"combo-{balance}")
+    return opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=best)[0]
+
+
+def hint(size: Any, batch: int) -> int:
+    """A number for the extent of an axis: only the sample's can be a symbol, and counts as ``batch``."""
+    if is_symbolic(size):
+        return batch
+    return int(size(batch)) if isinstance(size, PolyElement) else int(size)

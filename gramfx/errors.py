@@ -11,6 +11,7 @@ GramfxError
 │   ├── ParameterMutationError the forward changes a trainable parameter
 │   └── CaptureMismatchError   the captured graph does not differentiate as the model does
 ├── CoupledObjectivesError     coupled="error" and an op couples the samples
+├── MemoryBudgetError          no plan keeps the memory budget
 ├── UnsupportedError           captured, but gramfx has no exact way to go on
 └── VerificationError          a stage broke its own promise: a bug in gramfx
 
@@ -74,6 +75,20 @@ class CaptureMismatchError(CaptureError):
 
 class CoupledObjectivesError(GramfxError):
     """An op couples the samples, and ``coupled="error"`` was asked for."""
+
+
+class MemoryBudgetError(GramfxError):
+    """No plan keeps the memory budget. ``least``: the budget that would do, in bytes."""
+
+    def __init__(self, least: int, budget: int, where: str) -> None:
+        self.least = least
+        super().__init__(
+            "no plan keeps the memory budget",
+            expected=f"at least {least} bytes above a plain forward and backward",
+            got=f"memory_budget={budget} bytes",
+            where=where,
+            remedy=f"pass memory_budget={least} or more, or a smaller batch",
+        )
 
 
 class UnsupportedError(GramfxError):

@@ -6,6 +6,7 @@ Both are plain functions of tensors, to be traced into a graph; always exact, ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,32 @@ from gramfx.torch_compat import contiguous, repeated, trace
 from gramfx.uses import Rows, Use
 
 Traceable = Callable[..., Any]
+#: The first and the number of the samples wanted, or of the objectives where these are coupled; ``None`` for all.
+Part = tuple[int, int] | None
 
 
-def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Traceable:
-    """``(*op's inputs, *cotangents of its outputs) -> [m, *operand.shape]`` by the VJP of the op alone."""
+@dataclass(frozen=True)
+class Maker:
+    """Makes rows of the Jacobian by one parameter, for some samples only.
+
+    ``rows`` takes the first ``count`` of the tensors named by ``inputs``, ``through`` what it made and the others;
+    ``number`` is the parameter's place in what ``through`` returns.
+    """
+
+    rows: Callable[[Sequence[Tensor], Part], Tensor]
+    count: int
+    inputs: tuple[str, ...]
+    through: Traceable | None = None
+    number: int = 0
+
+    def __call__(self, tensors: Sequence[Tensor], part: Part) -> Tensor:
+        """``[rows, *parameter.shape]``."""
+        rows = self.rows(tensors[: self.count], part)
+        return rows if self.through is None else self.through(rows, *tensors[self.count :])[self.number]
+
+
+def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Callable[[Sequence[Tensor], Part], Tensor]:
+    """``((*op's inputs, *cotangents of its outputs), part) -> [m, *operand.shape]`` by the VJP of the op alone."""
     inputs = list(use.op.all_input_nodes)
     at = inputs.index(use.operand)
     places = [] if use.coupled else [_place(tap, batch_size) for tap in use.taps]
@@ -40,14 +63,14 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Tracea
 
     pull_all = _over_rows(pull, [value(node) for node in inputs], [value(tap) for tap in use.taps])
 
-    def run(*tensors: Any) -> Tensor:
+    def run(tensors: Sequence[Tensor], part: Part) -> Tensor:
         held, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
         lead = [
             c if c.dim() > value(tap).dim() else c.unsqueeze(0) for c, tap in zip(cotangents, use.taps, strict=True)
         ]
         if use.coupled:
-            return pull_all(held, lead)
-        made = pull_all(held, [_one_sample_each(c, *place) for c, place in zip(lead, places, strict=True)])
+            return pull_all(held, lead if part is None else [c.narrow(0, *part) for c in lead])
+        made = pull_all(held, [_one_sample_each(c, *place, part) for c, place in zip(lead, places, strict=True)])
         made = made.reshape(rows.before, rows.after, -1, *made.shape[1:]).transpose(1, 2)
         return made.reshape(-1, *made.shape[3:])
 
@@ -90,13 +113,14 @@ def _place(tap: Node, batch_size: int | torch.SymInt) -> tuple[Loc, int]:
     return loc, int(value(tap).shape[loc.dim] // (batch_size * int(loc.inner)))
 
 
-def _one_sample_each(cotangent: Tensor, loc: Loc, outer: int) -> Tensor:
-    """``[K, *shape] -> [K * B, *shape]``, entry ``(k, b)`` zero off sample ``b``."""
+def _one_sample_each(cotangent: Tensor, loc: Loc, outer: int, part: Part) -> Tensor:
+    """``[K, *shape] -> [K * B, *shape]``, entry ``(k, b)`` zero off sample ``b``, ``b`` one of ``part``."""
     at, inner = loc.dim + 1, int(loc.inner)
     batch = cotangent.shape[at] // (outer * inner)
     owner = torch.arange(cotangent.shape[at], device=cotangent.device) // inner % batch
-    mine = owner == torch.arange(batch, device=cotangent.device).unsqueeze(1)
-    mine = mine.reshape(1, batch, *(1,) * loc.dim, cotangent.shape[at], *(1,) * (cotangent.dim() - at - 1))
+    start, count = (0, batch) if part is None else part
+    mine = owner == torch.arange(start, start + count, device=cotangent.device).unsqueeze(1)
+    mine = mine.reshape(1, count, *(1,) * loc.dim, cotangent.shape[at], *(1,) * (cotangent.dim() - at - 1))
     # A product with zero would make NaN of an infinite cotangent.
     kept = torch.where(mine, cotangent.unsqueeze(1), torch.zeros((), dtype=cotangent.dtype, device=cotangent.device))
     return kept.flatten(0, 1)

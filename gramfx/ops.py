@@ -18,3 +18,6 @@ def gramian(factors: list[Tensor], objectives: Tensor, terms: str, dtype: torch.
 @gramian.register_fake
 def _(factors: list[Tensor], objectives: Tensor, terms: str, dtype: torch.dtype) -> Tensor:
     return objectives.new_empty(objectives.numel(), objectives.numel(), dtype=dtype)
+
+
+GRAMIAN = torch.ops.gramfx.gramian.default

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,32 +13,70 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gramfx.axes import Value
+from gramfx.baseline import plain_flops, plain_peak
 from gramfx.captured import Captured
-from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
+from gramfx.cost import flops_of
+from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning, MemoryBudgetError
+from gramfx.gramians import gramian_nodes, terms_of
 from gramfx.graph import placeholders, results, value, verify_functional, where
+from gramfx.machine import machine_of
+from gramfx.memory import profile
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
 from gramfx.passes.differentiate import differentiate, verify_joint
 from gramfx.passes.erase_clones import erase_clones
 from gramfx.passes.insert_gramians import insert_gramians, verify_gramian
 from gramfx.passes.lower_contractions import lower_contractions, verify_lowered
-from gramfx.passes.plan_contractions import plan_contractions, verify_planned
+from gramfx.passes.plan_contractions import (
+    Bounds,
+    Order,
+    fastest_predicted,
+    plan_contractions,
+    verify_planned,
+)
 from gramfx.passes.schedule import schedule
 from gramfx.passes.separate_uses import separate_uses
 from gramfx.passes.trace_axes import Coupling, trace_axes, verify_batched
+from gramfx.plan import Plan, Totals
 from gramfx.source import warn_user
 from gramfx.torch_compat import is_symbolic
 from gramfx.uses import Rows, StaticBatchNeeded, Use, uses_of
 
+#: The least default budget.
+LEAST_BUDGET = 64 * 2**20
+#: How often to plan anew, with more room left, until the lowered graph keeps the limit.
+MOST_ATTEMPTS = 4
+
 STAGES = ("captured", "canonical", "separated", "batched", "joint", "gramian", "planned", "lowered")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a plan goes by: bytes above a plain forward and backward (``None``: a tenth of what that needs, at least 64
+    MiB), a plan made before, and the order of preference among candidates."""
+
+    memory_budget: int | None = None
+    given: Plan | None = None
+    order: Order = fastest_predicted
+
+    def budget(self, plain: int) -> int:
+        """Bytes above ``plain``."""
+        return max(LEAST_BUDGET, plain // 10) if self.memory_budget is None else self.memory_budget
+
+
+DEFAULT = Planning()
 
 
 @dataclass
 class Lowering:
-    """All stages of one program by name, the nodes whose random draws the last one returns, and what couples."""
+    """All stages of one program by name, the plan, the nodes whose random draws the last one returns, what couples,
+    and what a plain forward and backward needs at a batch size."""
 
     stages: dict[str, GraphModule] = field(default_factory=dict)
+    plan: Plan | None = None
     draws: tuple[str, ...] = ()
     coupling: Coupling | None = None
+    plain_peak: Callable[[int], int] = lambda batch: 0
+    plain_flops: Callable[[int], int] = lambda batch: 0
 
 
 def lower(
@@ -44,11 +85,12 @@ def lower(
     *,
     exact: bool = True,
     coupled: Literal["warn", "error"] = "warn",
+    planning: Planning = DEFAULT,
 ) -> Lowering:
     """Run every stage on a captured graph.
 
     The lowered graph returns ``(objectives, gramian, *new values of mutated tensors, *random draws)``. Raises
-    :class:`StaticBatchNeeded` where a symbolic batch cannot be kept.
+    :class:`StaticBatchNeeded` where a symbolic batch cannot be kept, and what :func:`replanned` raises.
     """
     done = Lowering()
     symbolic = is_symbolic(batch_size)
@@ -71,14 +113,44 @@ def lower(
     size = 1 if batch_size is None else batch_size
     stages["gramian"] = insert_gramians(joint, uses, rows, size, exact=exact)
     verify_gramian(stages["gramian"])
-    stages["planned"] = schedule(plan_contractions(stages["gramian"], _hint(size)))
-    verify_planned(stages["planned"])
-    stages["lowered"] = erase_clones(lower_contractions(stages["planned"]))
-    verify_lowered(stages["lowered"])
+    terms = [terms_of(node) for node in gramian_nodes(stages["gramian"])]
+    done.plain_peak = functools.cache(lambda batch: plain_peak(joint, uses, batch))
+    done.plain_flops = lambda batch: plain_flops(joint, terms, batch)
+    done.draws = tuple(joint.random)
+    done = replanned(done, _hint(size), planning)
     if symbolic and not is_symbolic(batch_size):
         raise StaticBatchNeeded("an op of the model fixes the batch size")
-    done.draws = tuple(joint.random)
     return done
+
+
+def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
+    """The same program planned for another batch size, and lowered.
+
+    Raises :class:`MemoryBudgetError` where no plan keeps the budget, by the memory profile of the lowered graph.
+    """
+    bounds = Bounds(lowering.plain_peak, lambda size: planning.budget(lowering.plain_peak(size)))
+    stages = dict(lowering.stages)
+    scheduled = schedule(stages["gramian"])
+    device = value(results(scheduled)[0]).device
+    reserve = 0
+    for _ in range(MOST_ATTEMPTS):
+        planned, plan = plan_contractions(
+            scheduled, batch, bounds, machine_of(device), given=planning.given, order=planning.order, reserve=reserve
+        )
+        verify_planned(planned)
+        lowered = erase_clones(lower_contractions(planned))
+        peak = profile(lowered, batch).peak
+        if peak <= bounds.limit(batch):
+            break
+        # The lowered graph copies where a plan saw a view.
+        reserve += peak - bounds.limit(batch)
+    else:
+        raise MemoryBudgetError(peak - bounds.plain(batch), bounds.budget(batch), "the lowered graph")
+    verify_lowered(lowered)
+    stages |= {"planned": planned, "lowered": lowered}
+    totals = Totals(flops_of(lowered.graph.nodes, batch), peak, lowering.plain_flops(batch), bounds.plain(batch))
+    plan = plan if plan == planning.given else dataclasses.replace(plan, totals=totals)
+    return dataclasses.replace(lowering, stages=stages, plan=plan)
 
 
 def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from gramfx.captured import Captured
 from gramfx.graph import named, placeholders, results, value
 from gramfx.pipeline import Lowering
+from gramfx.plan import Plan
 from gramfx.program import Program
 from gramfx.torch_compat import (
     autocast_off,
@@ -58,6 +59,17 @@ class Compiled:
         tensors = self.captured.fetch(program, inputs)
         parameters = [tensors[index] for index in self.learned]
         return _Objectives.apply(self, tensors, *parameters)
+
+    @property
+    def static(self) -> bool:
+        """Whether it serves one batch size alone."""
+        return not is_symbolic(fake_batch_size(self.captured.graph_module))
+
+    @property
+    def plan(self) -> Plan:
+        """How its Gramian is contracted."""
+        assert self.lowering.plan is not None
+        return self.lowering.plan
 
     @property
     def gradient(self) -> Runnable:

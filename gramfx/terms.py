@@ -36,7 +36,8 @@ class Term:
     """One use's gradient. ``parameter`` spells the parameter's entries, row-major.
 
     ``sizes`` maps axes to extents. ``slices`` maps an axis of the parameter that covers a part of one only to
-    ``(offset, whole extent)``. ``use`` names the use.
+    ``(offset, whole extent)``. ``use`` names the use; ``fallback`` says why its rows
+    come from a VJP and not from an einsum, where they do.
     """
 
     use: str
@@ -45,6 +46,7 @@ class Term:
     parameter: tuple[str, ...]
     sizes: Mapping[str, int] = field(hash=False)
     slices: Mapping[str, tuple[int, int]] = field(default_factory=dict, hash=False)
+    fallback: str = ""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -77,19 +79,49 @@ def _mark(view: Windows | OneHot | None) -> str:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """How the terms of one parameter are contracted.
+
+    ``strategy``: ``outer`` makes each objective's gradient and then their products; ``pairwise`` multiplies factors
+    with factors and never makes a gradient; ``sorted`` is ``outer`` for rows chosen by ids, on as many rows as there
+    are ids; empty before planning. ``chunk``: how much of ``axis``, an axis of the parameter, is made at a time, for
+    ``pairwise`` how many tokens; ``samples``: of how many samples; 0 is all of them. ``parts``: how many blocks the
+    samples are cut into when products are taken, those above the diagonal only. ``remake``: rows are made again for
+    each block they meet, so that two blocks are alive at once. ``made``: rows that come from VJPs are made inside the
+    contraction, of a few samples at a time. ``merge``: uses of one form are laid end
+    to end first. ``batch``: the size a symbolic batch is planned at; ``balance``: how many multiply-adds the machine
+    does while it writes one number.
+    """
+
+    strategy: str = ""
+    axis: str = ""
+    chunk: int = 0
+    samples: int = 0
+    parts: int = 1
+    remake: bool = False
+    merge: bool = True
+    made: bool = False
+    batch: int = 1
+    balance: int = 64
+
+
+@dataclass(frozen=True)
 class ParameterTerms:
     """All terms of one parameter, and how to contract them: the value behind a ``gramfx::gramian`` node.
 
-    ``shape`` is the parameter's; ``objectives`` the number of rows (``SYMBOLIC`` for a symbolic batch); ``strategy``
-    is ``outer`` (per-objective gradients, then their products) or ``pairwise`` (products of factors, never a
-    gradient), empty before planning. Without ``cross`` each use makes its own block.
+    ``shape`` is the parameter's. Without ``cross`` each use makes its own block.
     """
 
     parameter: str
     shape: tuple[int, ...]
     terms: tuple[Term, ...]
     cross: bool = True
-    strategy: str = ""
+    recipe: Recipe = Recipe()
+
+    def anonymous(self) -> ParameterTerms:
+        """Equal for parameters that differ in names alone."""
+        terms = tuple(dataclasses.replace(term, use="", fallback="") for term in self.terms)
+        return dataclasses.replace(self, parameter="", terms=terms)
 
     def to_json(self) -> str:
         """A string that :meth:`from_json` reads."""
@@ -100,7 +132,8 @@ class ParameterTerms:
         """The inverse of :meth:`to_json`."""
         held = json.loads(text)
         terms = tuple(_read_term(term) for term in held.pop("terms"))
-        return ParameterTerms(shape=tuple(held.pop("shape")), terms=terms, **held)
+        recipe = Recipe(**held.pop("recipe"))
+        return ParameterTerms(shape=tuple(held.pop("shape")), terms=terms, recipe=recipe, **held)
 
 
 def _read_term(held: dict[str, Any]) -> Term:
@@ -111,6 +144,7 @@ def _read_term(held: dict[str, Any]) -> Term:
         parameter=tuple(held["parameter"]),
         sizes=held["sizes"],
         slices={axis: (part[0], part[1]) for axis, part in held["slices"].items()},
+        fallback=held["fallback"],
     )
 
 

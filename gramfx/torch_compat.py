@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from gramfx.recurrent import CELLS
 
@@ -391,3 +392,9 @@ def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., A
 
         compiled: Any = compile_fx(graph_module, fakes, config_patches=options or None)
         return compiled
+
+
+def product_flops(op: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Floating-point operations of a matrix product or convolution, two a multiply-add; 0 for any other op."""
+    count = flop_registry.get(getattr(op, "overloadpacket", None))
+    return 0 if count is None else count(*args, **kwargs, out_val=result)

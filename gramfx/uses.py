@@ -153,6 +153,16 @@ def _taken_apart(axes: tuple[str, ...], splits: dict[str, list[str]]) -> tuple[s
     return tuple(found)
 
 
+def row_sizes(rows: Rows, batch_size: int | torch.SymInt, coupled: bool) -> dict[str, int]:
+    """The axes of a use's rows and their extents, those of one entry left out but for the sample's."""
+    if coupled:
+        sizes = {"k0": rows.before * rows.after * (int(batch_size) if rows.batched else 1)}
+    else:
+        batch = SYMBOLIC if is_symbolic(batch_size) else int(batch_size)
+        sizes = {"k0": rows.before, SAMPLE: batch, "k1": rows.after}
+    return {axis: size for axis, size in sizes.items() if size != 1 or axis == SAMPLE}
+
+
 class _Axes:
     """Turns the labels of a form into axes of a term."""
 
@@ -171,17 +181,9 @@ class _Axes:
                         self._name(label, extent, "p" if label in parameter else "t", batch, batch_size)
 
     def _row_axes(self, rows: Rows, batch_size: int | torch.SymInt) -> tuple[str, ...]:
-        if self.use.coupled:
-            count = rows.before * rows.after * (int(batch_size) if rows.batched else 1)
-            parts = {"k0": count}
-        else:
-            parts = {
-                "k0": rows.before,
-                SAMPLE: SYMBOLIC if is_symbolic(batch_size) else int(batch_size),
-                "k1": rows.after,
-            }
-        self.sizes |= {axis: size for axis, size in parts.items() if size != 1 or axis == SAMPLE}
-        return tuple(axis for axis in parts if axis in self.sizes)
+        found = row_sizes(rows, batch_size, self.use.coupled)
+        self.sizes |= found
+        return tuple(found)
 
     def _batch(self) -> tuple[str, Loc]:
         loc = self.use.op.meta["axes"].batch if isinstance(self.use.op.meta["axes"], Value) else None

@@ -33,7 +33,9 @@ class Joint:
 
     ``single`` and ``full`` map tapped forward nodes to their cotangents, one per objective of a sample or one per
     objective of all; ``forward`` maps forward nodes to joint nodes. ``mutated`` counts the outputs after the
-    objectives; ``random`` names the forward nodes that were drawn.
+    objectives; ``random`` names the forward nodes that were drawn. ``plain`` is the forward and backward with one
+    cotangent; ``plain_forward`` and ``tapped`` map forward nodes, and tapped ones to their cotangents, to its nodes;
+    ``returned`` names the forward nodes that are results.
     """
 
     graph_module: GraphModule
@@ -43,6 +45,10 @@ class Joint:
     forward: dict[str, str] = field(default_factory=dict)
     mutated: int = 0
     random: list[str] = field(default_factory=list)
+    plain: GraphModule = field(default_factory=lambda: GraphModule(torch.nn.Module(), Graph()))
+    plain_forward: dict[str, str] = field(default_factory=dict)
+    tapped: dict[str, str] = field(default_factory=dict)
+    returned: list[str] = field(default_factory=list)
 
 
 def differentiate(
@@ -68,6 +74,9 @@ def differentiate(
     tapped = dict(zip(reached, returned[len(keep) :], strict=True))
     graph, mapping = _forward_half(traced, behind, tangent)
     joint = Joint(GraphModule(torch.nn.Module(), graph), rows, random=[node.name for node in _drawn(draws)])
+    joint.plain, joint.plain_forward = traced, dict(forward)
+    joint.tapped = {node.name: cotangent.name for node, cotangent in tapped.items()}
+    joint.returned = [node.name for node in (*results(graph_module), *_drawn(draws))]
     at = named(traced)
     for name, place in forward.items():
         if mapping[at[place]].op == "call_function":
@@ -102,6 +111,11 @@ class _Tapped(Interpreter):
         self.taps, self.keep = set(taps), set(keep)
         self.values: dict[Node, Any] = {}
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.linear.default and args[0].dim() > 2:
+            return _folded_linear(*args)
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if is_random(n) and any(isinstance(r, Tensor) and r.requires_grad for r in pytree.tree_leaves(result)):
@@ -115,6 +129,12 @@ class _Tapped(Interpreter):
         if n in self.taps or n in self.keep:
             self.values[n] = result
         return result
+
+
+def _folded_linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """One product instead of one for each leading index, which is what torch does where no weight gradient is asked."""
+    flat = torch.ops.aten.linear.default(source.reshape(-1, source.shape[-1]), weight, bias)
+    return flat.reshape(*source.shape[:-1], *weight.shape[:-1])
 
 
 def _trace_once(graph_module: GraphModule, taps: list[Node], keep: list[Node]) -> tuple[GraphModule, list[Node]]:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gramfx import ops  # noqa: F401  registers gramfx::gramian
 from gramfx.emit import parameter_rows
 from gramfx.errors import VerificationError
-from gramfx.fallback import inputs_behind, parameters_behind, rows_of_node, rows_through
+from gramfx.fallback import Maker, Part, inputs_behind, parameters_behind, rows_of_node, rows_through
 from gramfx.forms import OneHot
-from gramfx.graph import Builder, inline, named, output_node, rename, results, value
+from gramfx.graph import Builder, inline, named, output_node, rename, results, target_name, value
+from gramfx.ops import GRAMIAN
 from gramfx.passes.differentiate import Joint
 from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Term
 from gramfx.torch_compat import is_symbolic, trace
-from gramfx.uses import Rows, StaticBatchNeeded, Use, term_of
+from gramfx.uses import Rows, StaticBatchNeeded, Use, row_sizes, term_of
 
 aten = torch.ops.aten
 
 #: One term with the joint nodes its factors point at.
 Found = tuple[Term, list[Node]]
+RowsOf = Callable[[Sequence[Tensor], Part], Tensor]
 
 
 def insert_gramians(
@@ -62,7 +64,7 @@ class _Insertion:
         if not cotangents:
             return
         if use.form is None:
-            self._add_rows(use, self._rows_of_node(use, store))
+            self._add_rows(use, *self._rows_of_node(use, store))
             return
         source, term, forward = term_of(use, self.rows, self.batch_size)
         tensors = [cotangents[0] if node is None else self._joint(node) for node in forward]
@@ -71,9 +73,8 @@ class _Insertion:
             if "parameter" in source.meta:
                 self.found.setdefault(source, []).append((term, tensors))
             return
-        shape = tuple(value(use.parameter_value).shape)
-        dtype = value(use.parameter_value).dtype
-        self._add_rows(use, self._call(lambda *held: parameter_rows(term, shape, held, dtype), tensors)[0])
+        shape, dtype = tuple(value(use.parameter_value).shape), value(use.parameter_value).dtype
+        self._add_rows(use, lambda held, part: parameter_rows(term, shape, held, dtype, part), tensors)
 
     def _joint(self, node: Node) -> Node:
         return self.nodes[self.joint.forward[node.name]]
@@ -97,24 +98,36 @@ class _Insertion:
         )
         return term, [*tensors, ids]
 
-    def _rows_of_node(self, use: Use, store: dict[str, str]) -> Node:
+    def _rows_of_node(self, use: Use, store: dict[str, str]) -> tuple[RowsOf, list[Node]]:
         tapped = [tap for tap in use.taps if tap.name in store]
         use = dataclasses.replace(use, taps=tuple(tapped))
         inputs = [self._joint(node) for node in use.op.all_input_nodes]
         cotangents = [self.nodes[store[tap.name]] for tap in tapped]
-        return self._call(rows_of_node(use, self.rows, self.batch_size), [*inputs, *cotangents])[0]
+        return rows_of_node(use, self.rows, self.batch_size), [*inputs, *cotangents]
 
-    def _add_rows(self, use: Use, made: Node) -> None:
-        """Rows at the value used, pulled back to each parameter behind it."""
+    def _add_rows(self, use: Use, rows: RowsOf, inputs: list[Node]) -> None:
+        """Rows at the value used, pulled back to each parameter behind it; how to make some of them is kept."""
+        made = self._call(lambda *held: rows(held, None), inputs)[0]
         rename(made, f"{use.clone.name}_rows")
         start = use.parameter_value
-        parameters = parameters_behind(start)
-        pulled = [made]
+        pulled, through, behind = [made], None, []
         if start.op != "placeholder":
-            inputs = [self._joint(node) for node in inputs_behind(start)]
-            pulled = self._call(rows_through(start), [made, *inputs])
-        for parameter, node in zip(parameters, pulled, strict=True):
-            self.found.setdefault(parameter, []).append((_dense(use, node), [node]))
+            through, behind = rows_through(start), [self._joint(node) for node in inputs_behind(start)]
+            pulled = self._call(through, [made, *behind])
+        names = tuple(node.name for node in (*inputs, *behind))
+        for number, (parameter, node) in enumerate(zip(parameters_behind(start), pulled, strict=True)):
+            node.meta["maker"] = Maker(rows, len(inputs), names, through, number)
+            self.found.setdefault(parameter, []).append((self._dense(use, node), [node]))
+
+    def _dense(self, use: Use, made: Node) -> Term:
+        """The term whose rows are there already."""
+        shape = [int(size) for size in value(made).shape[1:]]
+        parameter = tuple(f"p{i}" for i in range(len(shape)))
+        rows = row_sizes(self.rows, self.batch_size, use.coupled)
+        through = use.form is not None
+        why = f"through {target_name(use.parameter_value)}" if through else f"no einsum for {target_name(use.op)}"
+        sizes = {**rows, **dict(zip(parameter, shape, strict=True))}
+        return Term(use.clone.name, tuple(rows), (Factor(0, (*rows, *parameter)),), parameter, sizes, fallback=why)
 
     def _call(self, function: object, inputs: Sequence[Node]) -> list[Node]:
         with torch.no_grad():
@@ -146,7 +159,7 @@ class _Insertion:
         name, shape = parameter.meta["parameter"], tuple(int(size) for size in value(parameter).shape)
         held = ParameterTerms(name, shape, terms, cross=exact)
         dtype = _accumulated(value(parameter).dtype)
-        node = self.build(torch.ops.gramfx.gramian.default, tensors, objectives, held.to_json(), dtype)
+        node = self.build(GRAMIAN, tensors, objectives, held.to_json(), dtype)
         rename(node, f"{parameter.name}_gramian")
         return node
 
@@ -154,15 +167,6 @@ class _Insertion:
 def _pointing(term: Term, nodes: list[Node], tensors: list[Node]) -> Term:
     factors = tuple(dataclasses.replace(f, tensor=tensors.index(nodes[f.tensor])) for f in term.factors)
     return dataclasses.replace(term, factors=factors)
-
-
-def _dense(use: Use, rows: Node) -> Term:
-    """The term whose rows are there already."""
-    count = SYMBOLIC if is_symbolic(value(rows).shape[0]) else int(value(rows).shape[0])
-    shape = [int(size) for size in value(rows).shape[1:]]
-    parameter = tuple(f"p{i}" for i in range(len(shape)))
-    sizes = {"k0": count, **dict(zip(parameter, shape, strict=True))}
-    return Term(use.clone.name, ("k0",), (Factor(0, ("k0", *parameter)),), parameter, sizes)
 
 
 def _accumulated(dtype: torch.dtype) -> torch.dtype:

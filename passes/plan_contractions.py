@@ -1,73 +1,236 @@
-"""Choose, for each parameter, between per-objective gradients and products of factors."""
+"""Choose ahead of time how each parameter's terms are contracted, by predicted time under a budget of bytes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
-from gramfx.align import aligned, disjoint, groups, merged
-from gramfx.cost import pair_cost, products_cost, rows_cost
-from gramfx.errors import VerificationError
-from gramfx.terms import ParameterTerms, Term
+from gramfx.cost import Source, expression, symbolic
+from gramfx.errors import InputError, MemoryBudgetError, VerificationError
+from gramfx.gramians import (
+    accumulated_in,
+    factors_of,
+    gramian_nodes,
+    key_of,
+    maker_of,
+    set_terms,
+    source_of,
+    terms_of,
+    without_made_rows,
+)
+from gramfx.graph import value
+from gramfx.machine import Machine
+from gramfx.memory import Profile, profile
+from gramfx.plan import Contraction, Plan, Regime, Totals
+from gramfx.planning import Candidate, Problem, candidates, label, least, problem_of
+from gramfx.regimes import largest, peak_at, time_regime
+from gramfx.terms import Recipe
 
-GRAMIAN = torch.ops.gramfx.gramian.default
+#: Puts the candidates of one problem in the order of preference.
+Order = Callable[[Problem, Sequence[Candidate]], list[Candidate]]
+UNLIMITED = 2**62
 
 
-def plan_contractions(graph_module: GraphModule, batch: int) -> GraphModule:
-    """Set the strategy of every ``gramfx::gramian`` node, by multiply-adds at batch size ``batch``.
+def fastest_predicted(_: Problem, found: Sequence[Candidate]) -> list[Candidate]:
+    """The order in which candidates are found."""
+    return list(found)
 
-    ``pairwise`` contracts factors with factors (Hadamard where there are no tokens); ``outer`` makes each objective's
-    gradient first. The choice depends on the batch: outer wins when ``(T + N/2) d p < N T² (d + p) / 2``.
+
+@dataclass(frozen=True)
+class Bounds:
+    """What may be alive above parameters and inputs: ``plain`` bytes, as in a plain forward and backward, and
+    ``budget`` more, each at a batch size."""
+
+    plain: Callable[[int], int]
+    budget: Callable[[int], int]
+
+    def limit(self, batch: int) -> int:
+        """All that may be alive."""
+        return self.plain(batch) + self.budget(batch)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One attempt: the problems, the graph whose memory counts, and the candidates found for each node."""
+
+    profiled: GraphModule
+    alive: Profile
+    problems: Mapping[Node, Problem]
+    found: Mapping[Node, list[Candidate]]
+
+    def before(self, node: Node) -> int:
+        """Bytes alive when a node starts."""
+        return next(size for one, size in self.alive.before.items() if one.name == node.name)
+
+    def fits(self, limit: int) -> bool:
+        """Whether each node has a candidate, and nothing else needs more."""
+        return all(self.found.values()) and self.alive.peak <= limit
+
+
+def plan_contractions(
+    graph_module: GraphModule,
+    batch: int,
+    bounds: Bounds,
+    machine: Machine,
+    *,
+    given: Plan | None = None,
+    order: Order = fastest_predicted,
+    reserve: int = 0,
+) -> tuple[GraphModule, Plan]:
+    """Set the recipe of every ``gramfx::gramian`` node, and say all that was decided as a :class:`Plan`.
+
+    The graph is scheduled already. batch: the size to plan for, also where the graph's is a symbol. given: a plan whose
+    recipes are taken instead of looking for better ones, where it holds for this batch size. order: from candidates,
+    fastest predicted first, to candidates in order of preference. reserve: bytes to leave free below the limit. Raises
+    :class:`MemoryBudgetError` where no plan keeps the limit, :class:`InputError` for a plan of other terms.
     """
     graph_module = copy.deepcopy(graph_module)
-    for node in gramian_nodes(graph_module):
-        terms = planned(ParameterTerms.from_json(str(node.args[2])), batch)
-        node.args = (*node.args[:2], terms.to_json(), *node.args[3:])
-        node.meta["plan"] = terms.strategy
+    if given is not None and batch in given.regime:
+        for node in gramian_nodes(graph_module):
+            problem = _problem(node, [Source.of(factor) for factor in factors_of(node)], machine, batch)
+            set_terms(node, dataclasses.replace(problem.terms, recipe=_recipe(given, node)))
+        graph_module.recompile()
+        return graph_module, given
+    limit = bounds.limit(batch) - reserve
+    search = _searched(graph_module, False, batch, machine, limit, order)
+    if not search.fits(limit) and _has_made_rows(graph_module):
+        search = _searched(graph_module, True, batch, machine, limit, order)
+    if not search.fits(limit):
+        raise _too_small(search, batch, bounds, reserve)
+    plan = _plan(search, batch, bounds)
+    for node, (best, *_) in search.found.items():
+        set_terms(node, best.terms)
     graph_module.recompile()
-    return graph_module
+    return graph_module, plan
 
 
-def gramian_nodes(graph_module: GraphModule) -> list[Node]:
-    """The symbolic gramian nodes in order."""
-    return [node for node in graph_module.graph.nodes if node.target is GRAMIAN]
+def _recipe(given: Plan, node: Node) -> Recipe:
+    terms = terms_of(node)
+    known = given.of(terms.parameter)
+    if known is None or known.key != key_of(node):
+        raise InputError(
+            "the plan was made for another model",
+            expected=f"a plan for {terms.parameter} with uses {', '.join(term.use for term in terms.terms)}",
+            got="none" if known is None else known.form,
+            remedy="leave plan out, or plan anew and save that",
+        )
+    return known.recipe
 
 
-def planned(terms: ParameterTerms, batch: int) -> ParameterTerms:
-    """The cheaper strategy, with the terms brought to common axes where the pairwise one needs them."""
-    common = aligned(terms.terms) if terms.cross else _one_by_one(terms.terms)
-    if common is None:
-        return dataclasses.replace(terms, strategy="outer")
-    blocks = [_merged(common)] if terms.cross else [[term] for term in common]
-    pairwise = sum(_pairwise_cost(block, batch) for block in blocks)
-    outer = sum(_outer_cost(block, terms.shape, batch) for block in blocks)
-    return dataclasses.replace(terms, terms=common, strategy="outer" if outer < pairwise else "pairwise")
+# ---------------------------------------------------------------- the search
 
 
-def _one_by_one(terms: tuple[Term, ...]) -> tuple[Term, ...] | None:
-    alone = [aligned([term]) for term in terms]
-    return None if any(one is None for one in alone) else tuple(one[0] for one in alone if one)
+def _has_made_rows(graph_module: GraphModule) -> bool:
+    return any(maker_of(factor) for node in gramian_nodes(graph_module) for factor in factors_of(node))
 
 
-def _merged(terms: tuple[Term, ...]) -> list[Term]:
-    return [merged(group) if len(group) > 1 else group[0] for group in groups(terms)]
+def _problem(node: Node, sources: Sequence[Source], machine: Machine, batch: int) -> Problem:
+    return problem_of(terms_of(node), sources, accumulated_in(node), machine, batch, value(node).device)
 
 
-def _pairwise_cost(terms: list[Term], batch: int) -> int:
-    pairs = itertools.combinations_with_replacement(terms, 2)
-    return sum(pair_cost(left, right, batch) for left, right in pairs if not disjoint(left, right))
+def _searched(graph_module: GraphModule, made: bool, batch: int, machine: Machine, limit: int, order: Order) -> _Search:
+    """Candidates for every node. made: rows by VJPs are not there before, but made in blocks."""
+    alive = profile(graph_module, batch)
+    problems = {}
+    for node in gramian_nodes(graph_module):
+        read = factors_of(node)
+        sources = [source_of(one, node, batch, alive) for one in read] if made else [Source.of(one) for one in read]
+        problems[node] = _problem(node, sources, machine, batch)
+    profiled = without_made_rows(graph_module) if made else graph_module
+    alive = profile(profiled, batch)
+    before = {node.name: size for node, size in alive.before.items()}
+    known: dict[object, list[Candidate]] = {}
+    found = {node: _found(problem, limit - before[node.name], known, order) for node, problem in problems.items()}
+    return _Search(profiled, alive, problems, found)
 
 
-def _outer_cost(terms: list[Term], shape: tuple[int, ...], batch: int) -> int:
-    return sum(rows_cost(term, batch) for term in terms) + products_cost(terms, shape, batch)
+def _found(problem: Problem, limit: int, known: dict[object, list[Candidate]], order: Order) -> list[Candidate]:
+    """Candidates, looked for once for all parameters that differ in their names alone."""
+    found = _under(problem, UNLIMITED, known, order)
+    if any(candidate.cost.peak > limit for candidate in found):
+        found = _under(problem, limit, known, order)
+    return [
+        dataclasses.replace(one, terms=dataclasses.replace(problem.terms, recipe=one.terms.recipe)) for one in found
+    ]
+
+
+def _under(problem: Problem, limit: int, known: dict[object, list[Candidate]], order: Order) -> list[Candidate]:
+    key = (problem.anonymous(), limit)
+    if key not in known:
+        found = candidates(problem, limit)
+        known[key] = order(problem, found) if found else []
+    return known[key]
+
+
+def _too_small(search: _Search, batch: int, bounds: Bounds, reserve: int) -> MemoryBudgetError:
+    needed = {node: search.before(node) + least(problem) for node, problem in search.problems.items()}
+    worst = max(needed, key=needed.__getitem__)
+    most = max(needed[worst], search.alive.peak) + reserve
+    contracting = needed[worst] >= search.alive.peak
+    where = f"the Gramian of {terms_of(worst).parameter}" if contracting else "the cotangents of the objectives"
+    return MemoryBudgetError(most - bounds.plain(batch), bounds.budget(batch), where)
+
+
+# ---------------------------------------------------------------- the plan as a value
+
+
+def _plan(search: _Search, batch: int, bounds: Bounds) -> Plan:
+    static = not any(symbolic(problem.sources) for problem in search.problems.values())
+    contractions = tuple(_contraction(node, search, static) for node in search.problems)
+    regime = Regime(batch, batch) if static else _reach(search, batch, bounds)
+    for one in contractions:
+        regime = regime.within(one.regime)
+    machine = next((problem.machine.name for problem in search.problems.values()), "")
+    return Plan(batch, regime, bounds.budget(batch), machine, contractions, Totals(0, 0, 0, bounds.plain(batch)))
+
+
+def _contraction(node: Node, search: _Search, static: bool) -> Contraction:
+    problem, (best, *others) = search.problems[node], search.found[node]
+    terms = best.terms
+    exact = problem.cost(terms, None)
+    regime, then = (Regime(problem.batch, problem.batch), "") if static else time_regime(problem, best, others)
+    forms = list(dict.fromkeys(str(term) for term in terms.terms))
+    return Contraction(
+        parameter=terms.parameter,
+        uses=len(terms.terms),
+        form=forms[0] if len(forms) == 1 else f"{forms[0]} and {len(forms) - 1} more",
+        strategy=terms.recipe.strategy,
+        label=label(terms),
+        recipe=terms.recipe,
+        flops=int(best.cost.all_flops),
+        moved=int(best.cost.moved),
+        peak=int(best.cost.peak),
+        seconds=best.seconds,
+        polynomials=(str(expression(exact.all_flops)), str(expression(exact.moved)), str(expression(exact.peak))),
+        regime=regime,
+        then=then,
+        others=tuple((one.terms.recipe.strategy, one.seconds) for one in others),
+        fallback="; ".join(dict.fromkeys(term.fallback for term in terms.terms if term.fallback)),
+        key=key_of(node),
+    )
+
+
+def _reach(search: _Search, batch: int, bounds: Bounds) -> Regime:
+    """The batch sizes up to which these recipes keep the limit."""
+
+    def fits(size: int) -> bool:
+        alive = profile(search.profiled, size)
+        before = {node.name: nbytes for node, nbytes in alive.before.items()}
+        needed = (
+            before[node.name] + peak_at(problem, search.found[node][0], size)
+            for node, problem in search.problems.items()
+        )
+        return max(alive.peak, *needed) <= bounds.limit(size)
+
+    return Regime(1, largest(fits, batch))
 
 
 def verify_planned(graph_module: GraphModule) -> None:
     """Raise :class:`VerificationError` where a gramian node has no strategy."""
     for node in gramian_nodes(graph_module):
-        if not ParameterTerms.from_json(str(node.args[2])).strategy:
+        if not terms_of(node).recipe.strategy:
             raise VerificationError("a contraction was not planned", got=node.name)

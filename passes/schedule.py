@@ -6,7 +6,7 @@ import copy
 
 from torch.fx import GraphModule, Node
 
-from gramfx.passes.plan_contractions import gramian_nodes
+from gramfx.gramians import gramian_nodes
 
 
 def schedule(graph_module: GraphModule) -> GraphModule:
