@@ -145,6 +145,7 @@ class Step(nn.Module):
             # A capture without a batch, or for one size alone, has one plan.
             if batch is None or compiled.static or batch in compiled.plan.regime:
                 return compiled, program
+        assert batch is not None
         compiled, program, kept = made[0]
         with autocast_off():
             lowering = replanned(compiled.lowering, batch, self._planning)

@@ -214,21 +214,22 @@ def _in_blocks(held: Sequence[Held], cut: Cuts, rows: Axes, work: Work) -> Any:
 
 
 def _rows_of_all(held: Sequence[Held], cuts: Cuts, rows: Axes, work: Work) -> Any:
-    """The sum of the terms' rows, the parameter's axes as one."""
+    """The sum of the terms' rows, the parameter's axes as one, in whatever order costs the first term no copy."""
+    order = tuple(dict.fromkeys(a for f in held[0].term.factors for a in f.axes if a in held[0].term.parameter))
     each = []
     for one in held:
-        made = _flat_rows(_rows(one, cuts, work), one.term, rows)
-        each.append(made.folded(one.term.parameter, "p"))
+        made = _flat_rows(_rows(one, cuts, work, order), one.term, rows)
+        each.append(made.folded(order, "p"))
     return functools.reduce(lambda a, b: a.plus(b), each)
 
 
-def _rows(held: Held, cuts: Cuts, work: Work) -> Any:
-    """The term's rows, with the axes of the rows, then of the parameter that some factor has."""
+def _rows(held: Held, cuts: Cuts, work: Work, order: Axes) -> Any:
+    """The term's rows: the axes of the rows, then those of the parameter that some factor has, in ``order``."""
     term = held.term
     operands = _operands(held, cuts, work.dtype)
     chosen = [(f.axes[-1], _ids(f, term, held.arrays, cuts)) for f in _one_hots(term)]
     present = {axis for array in operands for axis in array.axes} | {axis for axis, _ in chosen}
-    out = (*term.rows, *(axis for axis in term.parameter if axis in present))
+    out = (*term.rows, *(axis for axis in order if axis in present))
     if not chosen:
         return _einsum(operands, out, work)
     later = {axis for _, ids in chosen for axis in ids.axes}
@@ -245,7 +246,7 @@ def _rows(held: Held, cuts: Cuts, work: Work) -> Any:
 def _whole_rows(held: Held, cuts: Cuts, work: Work) -> Any:
     """``[m, entries of the parameter]``, zeros where a slice does not reach."""
     term = held.term
-    made = _rows(held, cuts, work)
+    made = _rows(held, cuts, work, term.parameter)
     extents = {**term.sizes, **{axis: size for axis, (_, size) in cuts.items()}}
     made = made.shaped((*term.rows, *term.parameter), extents)
     for axis in term.parameter:

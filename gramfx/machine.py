@@ -29,7 +29,8 @@ class Machine:
 
     ``flops``: floating-point operations a second of a matrix product, by dtype name. ``bandwidth``: bytes a second of
     tensors too large for the cache, ``cached_bandwidth`` of those that fit. ``latency``: seconds an operation takes
-    however small. ``cache``: bytes.
+    however small. ``cache``: bytes. ``half``: the extent of a matrix product at which it runs at half the full rate
+    (R. Hockney's n½).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Machine:
     cached_bandwidth: float
     latency: float
     cache: int
+    half: int
 
     def rate(self, dtype: torch.dtype) -> float:
         """Operations a second in ``dtype``."""
@@ -92,9 +94,11 @@ def cache_directory() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """What is known in the form of this version."""
+    names = {field.name for field in dataclasses.fields(Machine)}
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+        return {name: held for name, held in json.loads(path.read_text()).items() if set(held) == names}
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
@@ -127,7 +131,15 @@ def measured(device: torch.device) -> Machine:
     bandwidth, cached = (_bandwidth(count, device) for count in (max(2**24, cache), cache // 32))
     small = torch.ones(1, 8, 8, device=device)
     latency = _median_seconds(lambda: small @ small.transpose(1, 2), device, repeat=100)
-    return Machine(_device_name(device), flops, bandwidth, cached, latency, cache)
+    return Machine(_device_name(device), flops, bandwidth, cached, latency, cache, _half(flops["float32"], device))
+
+
+def _half(full: float, device: torch.device) -> int:
+    """From the rate of a product with narrow results, long enough for its latency not to count."""
+    narrow, long = 16, 2**13
+    one = torch.ones(narrow, long, dtype=torch.float32, device=device)
+    rate = 2 * narrow**2 * long / _median_seconds(functools.partial(torch.mm, one, one.t()), device, repeat=20)
+    return max(1, round(narrow * (full / rate - 1)))
 
 
 def _bandwidth(count: int, device: torch.device) -> float:

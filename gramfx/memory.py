@@ -125,5 +125,8 @@ def is_view(node: Node) -> bool:
     """Whether a node returns its operand's memory."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes:
         return False
+    if node.target is aten.clone.default and node.all_input_nodes[0].op == "placeholder" and not node.kwargs:
+        # A clone that tells uses apart; it is gone from the lowered graph.
+        return True
     returns = node.target._schema.returns
     return node.target in _VIEWS or (bool(returns) and returns[0].alias_info is not None)

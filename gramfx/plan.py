@@ -43,9 +43,10 @@ class Contraction:
 
     ``form``: its uses as einsums. ``strategy``: the recipe's; ``label`` says more. ``flops`` (two a multiply-add, of
     matrix products), ``moved`` and ``peak`` bytes, and ``seconds`` are predictions at the plan's batch size;
-    ``polynomials`` the first three as polynomials in the batch size ``B``. ``regime``: the batch sizes for which no other recipe is predicted to
-    be faster, and ``then`` what is beyond. ``others``: the predicted seconds of the other strategies that fit.
-    ``fallback``: why no einsum describes a use, if so. ``key`` tells the terms that the recipe is for.
+    ``polynomials`` the first three as polynomials in the batch size ``B``. ``regime``: the batch sizes for which no
+    other recipe is predicted to be faster, and ``then`` what is beyond. ``others``: the predicted seconds of the other
+    strategies that fit. ``fallback``: why no einsum describes a use, if so. ``key`` tells the terms that the recipe is
+    for.
     """
 
     parameter: str

@@ -41,12 +41,14 @@ class Compiled:
     use_inductor: bool
     run: Runnable = field(init=False)
     learned: tuple[int, ...] = field(init=False)
+    static: bool = field(init=False)
     _gradient: Runnable | None = None
 
     def __post_init__(self) -> None:
         graph_module = self.lowering.stages["lowered"]
         self.run = self._runnable(graph_module)
         inputs = placeholders(graph_module)
+        self.static = not is_symbolic(fake_batch_size(self.captured.graph_module))
         self.learned = tuple(index for index, node in enumerate(inputs) if "parameter" in node.meta)
 
     def _runnable(self, graph_module: GraphModule) -> Runnable:
@@ -59,11 +61,6 @@ class Compiled:
         tensors = self.captured.fetch(program, inputs)
         parameters = [tensors[index] for index in self.learned]
         return _Objectives.apply(self, tensors, *parameters)
-
-    @property
-    def static(self) -> bool:
-        """Whether it serves one batch size alone."""
-        return not is_symbolic(fake_batch_size(self.captured.graph_module))
 
     @property
     def plan(self) -> Plan:

@@ -38,8 +38,10 @@ class Event:
 
 @dataclass
 class Tape:
-    """What a contraction did. ``flops`` counts those of matrix products, two a multiply-add, by dtype.
+    """What a contraction did.
 
+    ``flops`` counts those of matrix products, two a multiply-add, by dtype; ``narrow`` the same over the least of each
+    product's three extents, which says how many of them run slowly for being narrow.
     ``moved`` counts bytes read and written, ``spilled`` those of steps that touch more than ``cache``. ``batch`` is
     what a symbolic batch counts as, ``at`` its value where numbers must be compared.
     """
@@ -50,6 +52,7 @@ class Tape:
 
     events: list[Event] = field(default_factory=list)
     flops: Counter[torch.dtype] = field(default_factory=Counter)
+    narrow: Counter[torch.dtype] = field(default_factory=Counter)
     moved: Any = 0
     launches: int = 0
     weight: int = 1
@@ -228,8 +231,19 @@ class Sketch:
             return mine._made(mine.axes, mine.sizes, mine, theirs).reduced(out)
         if any(axis not in out for axis in sizes):
             mine, theirs = mine._gathered(), theirs._gathered()
-            self.tape.flops[self.dtype] += self.tape.weight * 2 * math.prod(sizes.values())
+            mine._multiply(theirs, out)
         return mine._made(out, (sizes[axis] for axis in out), mine, theirs)
+
+    def _multiply(self, other: Sketch, out: Axes) -> None:
+        """Record a matrix product."""
+        shared = [axis for axis in self.axes if axis in other.axes]
+        each = math.prod(self.size(axis) for axis in shared if axis in out)
+        extents = [math.prod(self.size(axis) for axis in shared if axis not in out)]
+        extents += [math.prod(one.size(axis) for axis in one.axes if axis not in shared) for one in (self, other)]
+        *rest, least = sorted(extents, key=lambda extent: -number(extent, self.tape.at))
+        narrow = self.tape.weight * 2 * each * math.prod(rest)
+        self.tape.narrow[self.dtype] += narrow
+        self.tape.flops[self.dtype] += narrow * least
 
     def _alone_summed(self, other: Sketch, out: Axes) -> Sketch:
         return self.reduced(tuple(axis for axis in self.axes if axis in other.axes or axis in out))
