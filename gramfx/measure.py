@@ -32,7 +32,7 @@ def _random(problem: Problem, number: int, source: Source) -> Tensor:
     if source.dtype.is_floating_point:
         return torch.randn(shape, device=problem.device, dtype=source.dtype)
     views = [f.view for term in problem.terms.terms for f in term.factors if f.tensor == number]
-    classes = min(view.classes for view in views if isinstance(view, OneHot))
+    classes = min((view.classes for view in views if isinstance(view, OneHot)), default=2)
     return torch.randint(classes, shape, device=problem.device, dtype=source.dtype)
 
 

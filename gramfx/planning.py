@@ -218,7 +218,9 @@ def _axes(problem: Problem, recipe: Recipe) -> list[tuple[str, int]]:
     if not all(common_axes(part) for part in parts):
         return [("", 1)]
     first = parts[0][0]
-    wanted = sorted(first.parameter, key=lambda axis: (_seen_through_windows(first, axis), first.sizes[axis]))
+    fixed = set(_one_hot_axes(first)) if recipe.strategy == "sorted" else set()
+    cut = [axis for axis in first.parameter if axis not in fixed]
+    wanted = sorted(cut, key=lambda axis: (_seen_through_windows(first, axis), first.sizes[axis]))
     return [(axis, first.sizes[axis]) for axis in wanted[-MOST_AXES:]] or [("", 1)]
 
 
