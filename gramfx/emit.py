@@ -6,44 +6,31 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import opt_einsum
 import torch
-from opt_einsum.paths import DynamicProgramming
-from sympy.polys.rings import PolyElement
 from torch import Tensor
 
 from gramfx.align import canonical, components, disjoint, groups, merged
 from gramfx.arrays import Axes, Loop, Made, blocks, dense, every
-from gramfx.forms import OneHot, Windows
-from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Recipe, Term
-from gramfx.torch_compat import is_symbolic
-
-#: The part of an axis that is wanted: ``(start, size)``.
-Part = tuple[int, Any]
-Cuts = Mapping[str, Part]
-ROWS = "r"
-
-
-@dataclass(frozen=True)
-class Held:
-    """A term and the arrays its factors point at. ``ranked``: its ids count as their ranks."""
-
-    term: Term
-    arrays: Sequence[Any]
-    ranked: bool = False
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the strategies share: the recipe, the dtype to accumulate in, and how to run over parts."""
-
-    recipe: Recipe
-    dtype: torch.dtype
-    loop: Loop = every
+from gramfx.factors import (
+    ROWS,
+    Cuts,
+    Held,
+    Part,
+    Work,
+    cut_to,
+    einsum,
+    ids_of,
+    loaded,
+    one_hots,
+    operands_of,
+    row_axes,
+    row_cut,
+)
+from gramfx.forms import OneHot
+from gramfx.terms import Factor, ParameterTerms, Recipe, Term
 
 
 def gramian_of(terms: ParameterTerms, tensors: Sequence[Tensor | Made], dtype: torch.dtype) -> Tensor:
@@ -88,7 +75,7 @@ def _end_to_end(same: Sequence[tuple[Factor, Term]], arrays: Sequence[Any]) -> A
     flat = []
     for factor, term in same:
         one_hot = isinstance(factor.view, OneHot)
-        array = _ids(factor, term, arrays, {}) if one_hot else _loaded(factor, term, arrays, {})
+        array = ids_of(factor, term, arrays, {}) if one_hot else loaded(factor, term, arrays, {})
         kept = tuple(axis for axis in canonical(factor, term) if axis in array.axes)
         summed = () if len(term.factors) == 1 else term.tokens
         flat.append(array.reduced((*kept, *summed)))
@@ -123,18 +110,6 @@ def common_axes(terms: Sequence[Term]) -> bool:
 
 #: Blocks of the Gramian on and above the diagonal, by number.
 Blocks = dict[tuple[int, int], Any]
-
-
-def row_axes(terms: Sequence[Term]) -> Axes:
-    """The axes of the rows, one for all of them where the terms have different ones."""
-    return terms[0].rows if all(term.rows == terms[0].rows for term in terms) else (ROWS,)
-
-
-def row_cut(terms: Sequence[Term]) -> str:
-    """The axis of the rows that blocks of samples cut, or ``""``."""
-    rows = row_axes(terms)
-    axis = SAMPLE if SAMPLE in rows else rows[0] if rows and rows != (ROWS,) else ""
-    return "" if not axis or terms[0].sizes[axis] == SYMBOLIC else axis
 
 
 def _row_parts(held: Sequence[Held], count: int) -> list[Cuts]:
@@ -200,7 +175,7 @@ def _made_again(held: Sequence[Held], cut: Cuts, parts: Sequence[Cuts], rows: Ax
 
 
 def _cut_rows(made: Any, parts: Sequence[Cuts], number: int) -> Any:
-    return _cut(made, parts[number])
+    return cut_to(made, parts[number])
 
 
 def _in_blocks(held: Sequence[Held], cut: Cuts, rows: Axes, work: Work) -> Any:
@@ -226,15 +201,15 @@ def _rows_of_all(held: Sequence[Held], cuts: Cuts, rows: Axes, work: Work) -> An
 def _rows(held: Held, cuts: Cuts, work: Work, order: Axes) -> Any:
     """The term's rows: the axes of the rows, then those of the parameter that some factor has, in ``order``."""
     term = held.term
-    operands = _operands(held, cuts, work.dtype)
-    chosen = [(f.axes[-1], _ids(f, term, held.arrays, cuts)) for f in _one_hots(term)]
+    operands = operands_of(held, cuts, work.dtype)
+    chosen = [(f.axes[-1], ids_of(f, term, held.arrays, cuts)) for f in one_hots(term)]
     present = {axis for array in operands for axis in array.axes} | {axis for axis, _ in chosen}
     out = (*term.rows, *(axis for axis in order if axis in present))
     if not chosen:
-        return _einsum(operands, out, work)
+        return einsum(operands, out, work)
     later = {axis for _, ids in chosen for axis in ids.axes}
     kept = [a for a in dict.fromkeys(a for x in operands for a in x.axes) if a in out or a in later]
-    array = _einsum(operands, tuple(kept), work)
+    array = einsum(operands, tuple(kept), work)
     for number, (axis, ids) in enumerate(chosen, start=1):
         needed = {*term.rows, *(a for _, rest in chosen[number:] for a in rest.axes)}
         whole = math.prod(ids.size(a) for a in ids.axes) if held.ranked else term.sizes[axis]
@@ -305,7 +280,7 @@ def _block(left: Held, right: Held, mine: Cuts, other: Cuts, rows: Axes, work: W
     wide = dataclasses.replace(work, dtype=accumulator(left.term, right.term, work.dtype))
     operands = _meeting(left, right, mine, other, wide.dtype)
     columns = tuple(f"{axis}'" for axis in right.term.rows)
-    block = _einsum(operands, (*left.term.rows, *columns), wide).cast(work.dtype)
+    block = einsum(operands, (*left.term.rows, *columns), wide).cast(work.dtype)
     return _flat_rows(_flat_rows(block, left.term, rows), right.term, rows, "'")
 
 
@@ -326,11 +301,11 @@ def _beside(term: Term) -> dict[str, str]:
 def _meeting(left: Held, right: Held, mine: Cuts, other: Cuts, dtype: torch.dtype) -> list[Any]:
     """The operands of a pair, one-hot factors resolved: equal ids meet by comparison, others by gathering."""
     names = _beside(right.term)
-    loaded = _operands(left, mine, None if _one_hots(left.term) else dtype)
-    again = loaded if left is right and mine == other else _operands(right, other, None)
+    loaded = operands_of(left, mine, None if one_hots(left.term) else dtype)
+    again = loaded if left is right and mine == other else operands_of(right, other, None)
     dense = loaded + [array.renamed(names) for array in again]
-    chosen = [(f.axes[-1], _ids(f, left.term, left.arrays, mine)) for f in _one_hots(left.term)]
-    chosen += [(f.axes[-1], _ids(f, right.term, right.arrays, other).renamed(names)) for f in _one_hots(right.term)]
+    chosen = [(f.axes[-1], ids_of(f, left.term, left.arrays, mine)) for f in one_hots(left.term)]
+    chosen += [(f.axes[-1], ids_of(f, right.term, right.arrays, other).renamed(names)) for f in one_hots(right.term)]
     for axis in dict.fromkeys(name for name, _ in chosen):
         ids = [found for name, found in chosen if name == axis]
         if len(ids) == 2:
@@ -338,90 +313,3 @@ def _meeting(left: Held, right: Held, mine: Cuts, other: Cuts, dtype: torch.dtyp
         else:
             dense = [array.take(axis, ids[0]) if axis in array.axes else array for array in dense]
     return [array.cast(dtype) for array in dense]
-
-
-# ---------------------------------------------------------------- factors
-
-
-def _operands(held: Held, cuts: Cuts, dtype: torch.dtype | None) -> list[Any]:
-    """All factors but the one-hot ones, and a mask of the ids that count, where some do not."""
-    found = []
-    for factor in held.term.factors:
-        if not isinstance(factor.view, OneHot):
-            found.append(_loaded(factor, held.term, held.arrays, cuts))
-        elif factor.view.ignored >= 0:
-            found.append(_ids(factor, held.term, held.arrays, cuts).differs(factor.view.ignored))
-    return found if dtype is None else [array.cast(dtype) for array in found]
-
-
-def _one_hots(term: Term) -> list[Factor]:
-    return [factor for factor in term.factors if isinstance(factor.view, OneHot)]
-
-
-def _ids(factor: Factor, term: Term, arrays: Sequence[Any], cuts: Cuts) -> Any:
-    return _cut(arrays[factor.tensor].shaped(factor.axes[:-1], term.sizes), cuts)
-
-
-def _loaded(factor: Factor, term: Term, arrays: Sequence[Any], cuts: Cuts) -> Any:
-    """The part of a factor that is wanted, with the factor's axes."""
-    array = arrays[factor.tensor]
-    if isinstance(array, Made):
-        array = array.rows(cuts.get(row_cut([term])))
-        extents = {**term.sizes, **{axis: size for axis, (_, size) in cuts.items()}}
-        axis = row_cut([term])
-        return _cut(array.shaped(factor.axes, extents), {name: part for name, part in cuts.items() if name != axis})
-    if not isinstance(factor.view, Windows):
-        return _cut(array.shaped(factor.axes, term.sizes), cuts)
-    count = len(factor.view.kernel)
-    lead, places = factor.axes[: -2 * count], tuple(f"place{i}" for i in range(count))
-    spatial = dict(zip(places, (array.size(axis) for axis in array.axes[-count:]), strict=True))
-    source = _cut(array.shaped((*lead, *places), {**term.sizes, **spatial}), cuts)
-    seen = source.windows(factor.view, factor.axes)
-    return _cut(seen, {axis: part for axis, part in cuts.items() if axis not in lead})
-
-
-def _cut(array: Any, cuts: Cuts) -> Any:
-    for axis in array.axes:
-        if axis in cuts:
-            array = array.cut(axis, *cuts[axis])
-    return array
-
-
-# ---------------------------------------------------------------- einsum
-
-
-def _einsum(operands: Sequence[Any], out: Axes, work: Work) -> Any:
-    """One einsum, contracted two operands at a time along the path that opt_einsum finds for the machine's balance."""
-    arrays = list(operands)
-    if len(arrays) == 1:
-        return arrays[0].reduced(out)
-    hints = [tuple(hint(array.size(axis), work.recipe.batch) for axis in array.axes) for array in arrays]
-    for step in _path(tuple(array.axes for array in arrays), tuple(hints), out, work.recipe.balance):
-        picked = [arrays.pop(i) for i in sorted(step, reverse=True)]
-        if len(picked) == 1:
-            arrays.append(picked[0])
-            continue
-        kept = set(out).union(*(array.axes for array in arrays))
-        right, left = picked
-        axes = tuple(axis for axis in dict.fromkeys((*left.axes, *right.axes)) if axis in kept)
-        arrays.append(left.contract(right, axes if arrays else out))
-    return arrays[0]
-
-
-@functools.lru_cache(4096)
-def _path(operands: tuple[Axes, ...], shapes: tuple[tuple[int, ...], ...], out: Axes, balance: int) -> Any:
-    if len(operands) == 2:
-        return [(0, 1)]
-    names = dict.fromkeys(axis for axes in operands for axis in axes)
-    symbols = {axis: opt_einsum.get_symbol(i) for i, axis in enumerate(names)}
-    spelled = ",".join("".join(symbols[axis] for axis in axes) for axes in operands)
-    equation = f"{spelled}->{''.join(symbols[axis] for axis in out)}"
-    best = DynamicProgramming(minimize=f"combo-{balance}")
-    return opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=best)[0]
-
-
-def hint(size: Any, batch: int) -> int:
-    """A number for the extent of an axis: only the sample's can be a symbol, and counts as ``batch``."""
-    if is_symbolic(size):
-        return batch
-    return int(size(batch)) if isinstance(size, PolyElement) else int(size)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gramfx.cost import Making, Source, flops_of
-from gramfx.emit import row_cut
+from gramfx.factors import row_cut
 from gramfx.fallback import Maker
 from gramfx.graph import ancestors, arguments, named
 from gramfx.memory import Profile

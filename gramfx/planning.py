@@ -11,7 +11,8 @@ import torch
 
 from gramfx.align import aligned, components, groups
 from gramfx.cost import Cost, Source, cost_of
-from gramfx.emit import common_axes, row_cut, token_axis
+from gramfx.emit import common_axes, token_axis
+from gramfx.factors import row_cut
 from gramfx.forms import OneHot, Windows
 from gramfx.machine import Machine
 from gramfx.terms import ParameterTerms, Recipe, Term
