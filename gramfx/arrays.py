@@ -176,7 +176,8 @@ class Dense:
         a, b = mine._matrix(each, left, summed), theirs._matrix(each, right, summed).transpose(-2, -1)
         made = torch.bmm(a, b) if each else torch.mm(a, b)
         sizes = [*map(mine.size, (*each, *left)), *map(theirs.size, right)]
-        made = made if len(sizes) == made.dim() else made.reshape(sizes)
+        if len(left) != 1 or len(right) != 1 or len(each) > 1:
+            made = made.reshape(sizes)
         return mine._new(made, (*each, *left, *right)).reduced(out)
 
     def _stretched(self, each: Axes, between: Axes, rest: Axes) -> Tensor:

@@ -89,13 +89,20 @@ def _end_to_end(same: Sequence[tuple[Factor, Term]], arrays: Sequence[Any]) -> A
 def _gramian(held: Sequence[Held], terms: ParameterTerms, work: Work) -> Any:
     """``[m, m]`` of terms that touch the same entries of the parameter."""
     if work.recipe.strategy == "pairwise":
-        return _assembled(_by_pairs(held, work), held)
+        wide = dataclasses.replace(work, dtype=accumulator([one.term for one in held], work.dtype))
+        return _assembled(_by_pairs(held, wide), held).cast(work.dtype)
     if not common_axes([one.term for one in held]):
         rows = functools.reduce(lambda a, b: a.plus(b), [_whole_rows(one, {}, work) for one in held])
         return rows.contract(rows.renamed({ROWS: f"{ROWS}'"}), (ROWS, f"{ROWS}'"))
     if work.recipe.strategy == "sorted":
-        held = [dataclasses.replace(one, ranked=True) for one in held]
+        held = [_ranked(one) for one in held]
     return _assembled(_by_rows(held, work), held)
+
+
+def _ranked(held: Held) -> Held:
+    """With the ranks of all ids, the same for whatever part of them is looked at."""
+    (factor,) = one_hots(held.term)
+    return dataclasses.replace(held, ranks=ids_of(factor, held.term, held.arrays, {}).ranks())
 
 
 def common_axes(terms: Sequence[Term]) -> bool:
@@ -212,8 +219,9 @@ def _rows(held: Held, cuts: Cuts, work: Work, order: Axes) -> Any:
     array = einsum(operands, tuple(kept), work)
     for number, (axis, ids) in enumerate(chosen, start=1):
         needed = {*term.rows, *(a for _, rest in chosen[number:] for a in rest.axes)}
-        whole = math.prod(ids.size(a) for a in ids.axes) if held.ranked else term.sizes[axis]
-        ids = ids.ranks() if held.ranked else ids
+        whole = term.sizes[axis]
+        if held.ranks is not None:
+            ids, whole = cut_to(held.ranks, cuts), math.prod(held.ranks.size(a) for a in held.ranks.axes)
         array = array.scatter(axis, ids, tuple(a for a in ids.axes if a in needed), cuts.get(axis, (0, whole)), whole)
     return array.reduced(out)
 
@@ -277,19 +285,18 @@ def _tokens(axis: str, term: Term, work: Work) -> Iterable[Part]:
 
 
 def _block(left: Held, right: Held, mine: Cuts, other: Cuts, rows: Axes, work: Work) -> Any:
-    wide = dataclasses.replace(work, dtype=accumulator(left.term, right.term, work.dtype))
-    operands = _meeting(left, right, mine, other, wide.dtype)
+    operands = _meeting(left, right, mine, other, work.dtype)
     columns = tuple(f"{axis}'" for axis in right.term.rows)
-    block = einsum(operands, (*left.term.rows, *columns), wide).cast(work.dtype)
+    block = einsum(operands, (*left.term.rows, *columns), work)
     return _flat_rows(_flat_rows(block, left.term, rows), right.term, rows, "'")
 
 
-def accumulator(left: Term, right: Term, dtype: torch.dtype) -> torch.dtype:
-    """float64 for float32 sums over pairs of tokens, which may cancel.
+def accumulator(terms: Sequence[Term], dtype: torch.dtype) -> torch.dtype:
+    """float64 for float32 sums over pairs of tokens or of uses, which may cancel.
 
-    Where the gradients of tokens cancel to a part ``ε`` of their size, their ``T²`` products cancel to ``ε²``.
+    Where gradients cancel to a part ``ε`` of their size, the products of their pairs cancel to ``ε²``.
     """
-    several = any(math.prod(term.sizes[axis] for axis in term.tokens) > 1 for term in (left, right))
+    several = len(terms) > 1 or any(term.sizes[axis] > 1 for term in terms for axis in term.tokens)
     return torch.float64 if several and dtype == torch.float32 else dtype
 
 

@@ -25,11 +25,11 @@ ROWS = "r"
 
 @dataclass(frozen=True)
 class Held:
-    """A term and the arrays its factors point at. ``ranked``: its ids count as their ranks."""
+    """A term and the arrays its factors point at. ``ranks``: those of its ids, to count instead of the ids."""
 
     term: Term
     arrays: Sequence[Any]
-    ranked: bool = False
+    ranks: Any = None
 
 
 @dataclass(frozen=True)

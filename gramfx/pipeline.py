@@ -20,7 +20,7 @@ from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning, Memo
 from gramfx.gramians import gramian_nodes, terms_of
 from gramfx.graph import placeholders, results, value, verify_functional, where
 from gramfx.machine import machine_of
-from gramfx.memory import profile
+from gramfx.memory import Profile, profile
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
 from gramfx.passes.differentiate import differentiate, verify_joint
 from gramfx.passes.erase_clones import erase_clones
@@ -129,28 +129,40 @@ def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
     Raises :class:`MemoryBudgetError` where no plan keeps the budget, by the memory profile of the lowered graph.
     """
     bounds = Bounds(lowering.plain_peak, lambda size: planning.budget(lowering.plain_peak(size)))
-    stages = dict(lowering.stages)
-    scheduled = schedule(stages["gramian"])
-    device = value(results(scheduled)[0]).device
+    scheduled = schedule(lowering.stages["gramian"])
+    machine = machine_of(value(results(scheduled)[0]).device)
+    plan_for = functools.partial(
+        plan_contractions, scheduled, batch, bounds, machine, given=planning.given, order=planning.order
+    )
     reserve = 0
-    for _ in range(MOST_ATTEMPTS):
-        planned, plan = plan_contractions(
-            scheduled, batch, bounds, machine_of(device), given=planning.given, order=planning.order, reserve=reserve
-        )
+    for attempt in range(MOST_ATTEMPTS):
+        # The last one takes what needs the fewest bytes, so that an error can say what would do.
+        made = plan_for(reserve=reserve) if attempt < MOST_ATTEMPTS - 1 else None
+        found = made or plan_for(reserve=None)
+        assert found is not None
+        planned, plan = found
         verify_planned(planned)
         lowered = erase_clones(lower_contractions(planned))
-        peak = profile(lowered, batch).peak
-        if peak <= bounds.limit(batch):
+        alive = profile(lowered, batch)
+        if alive.peak <= bounds.limit(batch):
             break
-        # The lowered graph copies where a plan saw a view.
-        reserve += peak - bounds.limit(batch)
-    else:
-        raise MemoryBudgetError(peak - bounds.plain(batch), bounds.budget(batch), "the lowered graph")
+        if made is None or plan is planning.given:
+            raise _too_small(alive, bounds, batch)
+        # The lowered graph copies where the plan saw a view.
+        reserve += alive.peak - bounds.limit(batch)
     verify_lowered(lowered)
-    stages |= {"planned": planned, "lowered": lowered}
-    totals = Totals(flops_of(lowered.graph.nodes, batch), peak, lowering.plain_flops(batch), bounds.plain(batch))
-    plan = plan if plan == planning.given else dataclasses.replace(plan, totals=totals)
+    if plan is not planning.given:
+        totals = Totals(
+            flops_of(lowered.graph.nodes, batch), alive.peak, lowering.plain_flops(batch), bounds.plain(batch)
+        )
+        plan = dataclasses.replace(plan, totals=totals)
+    stages = {**lowering.stages, "planned": planned, "lowered": lowered}
     return dataclasses.replace(lowering, stages=stages, plan=plan)
+
+
+def _too_small(alive: Profile, bounds: Bounds, batch: int) -> MemoryBudgetError:
+    worst = max(alive.during, key=alive.during.__getitem__)
+    return MemoryBudgetError(alive.peak - bounds.plain(batch), bounds.budget(batch), where(worst))
 
 
 def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:

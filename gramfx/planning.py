@@ -92,11 +92,12 @@ def candidates(problem: Problem, limit: int) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def least(problem: Problem) -> int:
-    """The fewest bytes that any recipe needs."""
+def smallest(problem: Problem) -> Candidate:
+    """The recipe that is predicted to need the fewest bytes."""
     recipes = list(strategies(problem))
-    recipes += [dataclasses.replace(one, remake=True) for one in recipes if one.strategy != "pairwise"]
-    return min(one.cost.peak for recipe in recipes for one in _options(problem, recipe, 0, every=True))
+    recipes += [dataclasses.replace(one, remake=True) for one in recipes if one.strategy == "outer"]
+    options = (one for recipe in recipes for one in _options(problem, recipe, 0, every=True))
+    return min(options, key=lambda one: (one.cost.peak, one.seconds))
 
 
 def strategies(problem: Problem) -> Iterator[Recipe]:
@@ -141,7 +142,7 @@ def _chunked(problem: Problem, recipe: Recipe, limit: int) -> Candidate | None:
     if whole.cost.peak <= small and whole.seconds < 2 * whole.cost.launches * problem.machine.latency:
         return whole
     fitting = [one for one in (whole, *_options(problem, recipe, small)) if one.cost.peak <= limit]
-    if not fitting and recipe.strategy != "pairwise":
+    if not fitting and recipe.strategy == "outer":
         again = dataclasses.replace(recipe, remake=True)
         fitting = [one for one in _options(problem, again, limit) if one.cost.peak <= limit]
     cached = [one for one in fitting if one.cost.peak <= small]

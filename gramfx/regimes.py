@@ -32,18 +32,14 @@ def _time(problem: Problem, candidate: Candidate) -> sympy.Poly:
 
 def crossings(difference: sympy.Poly, at: int) -> tuple[int, int | None]:
     """The integers around ``at`` up to which a polynomial, not positive at ``at``, stays so; ``None`` for no end."""
-    first, last = 1, None
     if difference.is_ground:
-        return first, last
-    for (low, high), _ in difference.intervals(eps=sympy.Rational(1, 8)):
-        if high > at:
-            end = math.floor(high)
-            end = end if difference.eval(end) <= 0 else end - 1
-            last = max(at, end) if last is None else min(last, max(at, end))
-        elif low > 0:
-            start = math.ceil(low)
-            first = max(first, start if difference.eval(start) <= 0 else start + 1)
-    return min(first, at), last
+        return 1, None
+    roots = [interval for interval, _ in difference.intervals(eps=sympy.Rational(1, 8))]
+    above = (n for low, high in roots for n in range(max(at, math.floor(low)) + 1, math.ceil(high) + 2))
+    below = (n for low, high in reversed(roots) for n in range(min(at, math.ceil(high)) - 1, math.floor(low) - 2, -1))
+    last = next((n - 1 for n in above if difference.eval(n) > 0), None)
+    first = next((n + 1 for n in below if n >= 1 and difference.eval(n) > 0), 1)
+    return first, last
 
 
 def largest(fits: Callable[[int], bool], at: int) -> int | None:

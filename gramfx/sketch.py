@@ -76,17 +76,18 @@ class Tape:
         return made
 
     def loop(self, parts: Iterable[Any]) -> Iterator[Any]:
-        """One part of each kind, weighed by how many there are."""
+        """The first part of each kind, and a second one weighed by how many there are: the first adds to nothing."""
         parts = list(parts)
         count = Counter(map(_kind, parts))
-        seen = set()
+        seen: Counter[Any] = Counter()
         for part in parts:
             kind = _kind(part)
-            if kind not in seen:
-                seen.add(kind)
-                self.weight *= count[kind]
+            seen[kind] += 1
+            if seen[kind] <= 2:
+                times = 1 if seen[kind] == 1 else count[kind] - 1
+                self.weight *= times
                 yield part
-                self.weight //= count[kind]
+                self.weight //= times
 
     def peak(self, kept: Sketch) -> Any:
         """The most bytes alive at once, sources excepted, ``kept`` alive at the end."""
@@ -138,14 +139,23 @@ def _kind(part: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Sizes with names: the array that records what it costs."""
+    """Sizes with names: the array that records what it costs.
+
+    ``order``: the axes as they lie in memory; ``parted``: those of which it is a part; ``scattered``: numbers overlap.
+    """
 
     tape: Tape
     axes: Axes
     sizes: tuple[Any, ...]
     dtype: torch.dtype
     value: int
+    order: Axes = ()
+    parted: frozenset[str] = frozenset()
     scattered: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", self.axes)
 
     @property
     def nbytes(self) -> Any:
@@ -158,7 +168,8 @@ class Sketch:
     def _made(
         self, axes: Iterable[str], sizes: Iterable[Any], *reads: Sketch, dtype: torch.dtype | None = None
     ) -> Sketch:
-        new = self._view(axes, sizes, dtype=dtype or self.dtype, scattered=False)
+        fresh = {"scattered": False, "order": (), "parted": frozenset()}
+        new = self._view(axes, sizes, dtype=dtype or self.dtype, **fresh)
         return dataclasses.replace(new, value=self.tape.write(new.nbytes, *reads))
 
     def again(self, *reads: Sketch) -> Sketch:
@@ -170,14 +181,19 @@ class Sketch:
 
     def shaped(self, axes: Axes, sizes: Mapping[str, int]) -> Sketch:  # noqa: D102
         if len(axes) == len(self.axes):
-            return self._view(axes, self.sizes)
-        return self._view(axes, (self.tape.batch if sizes[axis] == SYMBOLIC else sizes[axis] for axis in axes))
+            return self.renamed(dict(zip(self.axes, axes, strict=True)))
+        return self._view(
+            axes, (self.tape.batch if sizes[axis] == SYMBOLIC else sizes[axis] for axis in axes), order=()
+        )
 
     def renamed(self, names: Mapping[str, str]) -> Sketch:  # noqa: D102
-        return self._view((names.get(axis, axis) for axis in self.axes), self.sizes)
+        new = {axis: names.get(axis, axis) for axis in self.axes}
+        parted = frozenset(new[axis] for axis in self.parted)
+        return self._view(new.values(), self.sizes, order=tuple(new[axis] for axis in self.order), parted=parted)
 
     def cut(self, axis: str, start: int, size: Any) -> Sketch:  # noqa: D102
-        return self._view(self.axes, (size if a == axis else s for a, s in zip(self.axes, self.sizes, strict=True)))
+        sizes = (size if a == axis else s for a, s in zip(self.axes, self.sizes, strict=True))
+        return self._view(self.axes, sizes, parted=self.parted | ({axis} if size != self.size(axis) else set()))
 
     def windows(self, view: Windows, axes: Axes) -> Sketch:  # noqa: D102
         count = len(view.kernel)
@@ -186,11 +202,16 @@ class Sketch:
         if any(view.padding):
             around = (s + 2 * p for s, p in zip(self.sizes[-count:], view.padding, strict=True))
             padded = self._made(self.axes, (*lead, *around), self)
-        return padded._view(axes, (*lead, *view.out, *view.kernel), scattered=True)
+        return padded._view(axes, (*lead, *view.out, *view.kernel), scattered=True, order=())
 
-    def _gathered(self) -> Sketch:
-        """As a matrix product wants it: patches overlap in memory and are copied."""
-        return self._made(self.axes, self.sizes, self) if self.scattered else self
+    def _folds(self, *groups: Axes) -> Sketch:
+        """With each of ``groups`` fit to be one dim: copied where they do not follow each other in memory."""
+        for group in groups:
+            start = self.order.index(group[0]) if group else 0
+            together = self.order[start : start + len(group)] == group and not self.parted.intersection(group[1:])
+            if len(group) > 1 and (self.scattered or not together):
+                return self._made(self.axes, self.sizes, self)
+        return self
 
     def cast(self, dtype: torch.dtype) -> Sketch:  # noqa: D102
         return self if dtype == self.dtype else self._made(self.axes, self.sizes, self, dtype=dtype)
@@ -205,7 +226,7 @@ class Sketch:
         at = self.axes.index(axis)
         axes = (*self.axes[:at], *ids.axes, *self.axes[at + 1 :])
         sizes = (*self.sizes[:at], *ids.sizes, *self.sizes[at + 1 :])
-        made = self._view(axes, sizes)
+        made = self._view(axes, sizes, order=(), parted=frozenset())
         return dataclasses.replace(made, value=self.tape.write(made.nbytes, ids))
 
     def scatter(self, axis: str, ids: Sketch, kept: Axes, part: tuple[int, Any], whole: Any) -> Sketch:  # noqa: D102
@@ -230,20 +251,25 @@ class Sketch:
         if set(mine.axes) == set(theirs.axes):
             return mine._made(mine.axes, mine.sizes, mine, theirs).reduced(out)
         if any(axis not in out for axis in sizes):
-            mine, theirs = mine._gathered(), theirs._gathered()
-            mine._multiply(theirs, out)
-        return mine._made(out, (sizes[axis] for axis in out), mine, theirs)
+            return mine._multiply(theirs, out)
+        return mine._made(sizes, sizes.values(), mine, theirs).reduced(out)
 
-    def _multiply(self, other: Sketch, out: Axes) -> None:
+    def _multiply(self, other: Sketch, out: Axes) -> Sketch:
         """Record a matrix product."""
-        shared = [axis for axis in self.axes if axis in other.axes]
-        each = math.prod(self.size(axis) for axis in shared if axis in out)
-        extents = [math.prod(self.size(axis) for axis in shared if axis not in out)]
-        extents += [math.prod(one.size(axis) for axis in one.axes if axis not in shared) for one in (self, other)]
+        shared = tuple(axis for axis in self.axes if axis in other.axes)
+        each, summed = (tuple(axis for axis in shared if (axis in out) == kept) for kept in (True, False))
+        left, right = (tuple(axis for axis in one.axes if axis not in shared) for one in (self, other))
+        mine, theirs = self._folds(each, left, summed), other._folds(each, right, summed)
+        extents = [mine._count(summed), mine._count(left), theirs._count(right)]
         *rest, least = sorted(extents, key=lambda extent: -number(extent, self.tape.at))
-        narrow = self.tape.weight * 2 * each * math.prod(rest)
+        narrow = self.tape.weight * 2 * mine._count(each) * math.prod(rest)
         self.tape.narrow[self.dtype] += narrow
         self.tape.flops[self.dtype] += narrow * least
+        sizes = (*map(mine.size, (*each, *left)), *map(theirs.size, right))
+        return mine._made((*each, *left, *right), sizes, mine, theirs).reduced(out)
+
+    def _count(self, axes: Axes) -> Any:
+        return math.prod(map(self.size, axes))
 
     def _alone_summed(self, other: Sketch, out: Axes) -> Sketch:
         return self.reduced(tuple(axis for axis in self.axes if axis in other.axes or axis in out))
@@ -253,10 +279,15 @@ class Sketch:
         return self._view(out, sizes) if set(out) == set(self.axes) else self._made(out, sizes, self)
 
     def folded(self, axes: Axes, name: str) -> Sketch:  # noqa: D102
-        at = self.axes.index(axes[0]) if axes else len(self.axes)
-        size = math.prod(self.sizes[at : at + len(axes)])
+        flat = self._folds(axes)
+        at = flat.axes.index(axes[0]) if axes else len(flat.axes)
         rest = at + len(axes)
-        return self._view((*self.axes[:at], name, *self.axes[rest:]), (*self.sizes[:at], size, *self.sizes[rest:]))
+        spelled = (*flat.axes[:at], name, *flat.axes[rest:])
+        place = flat.order.index(axes[0]) if axes else len(flat.order)
+        order = (*flat.order[:place], name, *flat.order[place + len(axes) :])
+        parted = flat.parted - set(axes) | ({name} if flat.parted.intersection(axes) else set())
+        sizes = (*flat.sizes[:at], flat._count(axes), *flat.sizes[rest:])
+        return flat._view(spelled, sizes, order=order, parted=parted)
 
     def joined(self, others: Sequence[Sketch], axis: str) -> Sketch:  # noqa: D102
         if not others:

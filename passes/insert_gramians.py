@@ -137,9 +137,9 @@ class _Insertion:
             return inline(graph, inner, list(inputs))
 
     def total(self, objectives: Node, exact: bool) -> Node:
-        """The sum of a gramian node for each parameter."""
+        """The sum of a gramian node for each parameter, last uses first, as their cotangents come."""
         total: Node | None = None
-        for parameter, found in self.found.items():
+        for parameter, found in reversed(self.found.items()):
             node = self._gramian(parameter, found, objectives, exact)
             total = node if total is None else self.build(aten.add.Tensor, total, node)
         dtype = _result_dtype(list(self.found) or [objectives])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from gramfx.cost import Source, expression, symbolic
-from gramfx.errors import InputError, MemoryBudgetError, VerificationError
+from gramfx.errors import InputError, VerificationError
 from gramfx.gramians import (
     accumulated_in,
     factors_of,
@@ -26,7 +26,7 @@ from gramfx.graph import value
 from gramfx.machine import Machine
 from gramfx.memory import Profile, profile
 from gramfx.plan import Contraction, Plan, Regime, Totals
-from gramfx.planning import Candidate, Problem, candidates, label, least, problem_of
+from gramfx.planning import Candidate, Problem, candidates, label, problem_of, smallest
 from gramfx.regimes import largest, peak_at, time_regime
 from gramfx.terms import Recipe
 
@@ -62,10 +62,6 @@ class _Search:
     problems: Mapping[Node, Problem]
     found: Mapping[Node, list[Candidate]]
 
-    def before(self, node: Node) -> int:
-        """Bytes alive when a node starts."""
-        return next(size for one, size in self.alive.before.items() if one.name == node.name)
-
     def fits(self, limit: int) -> bool:
         """Whether each node has a candidate, and nothing else needs more."""
         return all(self.found.values()) and self.alive.peak <= limit
@@ -79,14 +75,15 @@ def plan_contractions(
     *,
     given: Plan | None = None,
     order: Order = fastest_predicted,
-    reserve: int = 0,
-) -> tuple[GraphModule, Plan]:
+    reserve: int | None = 0,
+) -> tuple[GraphModule, Plan] | None:
     """Set the recipe of every ``gramfx::gramian`` node, and say all that was decided as a :class:`Plan`.
 
     The graph is scheduled already. batch: the size to plan for, also where the graph's is a symbol. given: a plan whose
     recipes are taken instead of looking for better ones, where it holds for this batch size. order: from candidates,
-    fastest predicted first, to candidates in order of preference. reserve: bytes to leave free below the limit. Raises
-    :class:`MemoryBudgetError` where no plan keeps the limit, :class:`InputError` for a plan of other terms.
+    fastest predicted first, to candidates in order of preference. reserve: bytes to leave free below the limit;
+    ``None`` for the recipes that need the fewest bytes, whatever the limit. ``None`` comes back where nothing is
+    predicted to keep the limit. Raises :class:`InputError` for a plan of other terms.
     """
     graph_module = copy.deepcopy(graph_module)
     if given is not None and batch in given.regime:
@@ -95,12 +92,14 @@ def plan_contractions(
             set_terms(node, dataclasses.replace(problem.terms, recipe=_recipe(given, node)))
         graph_module.recompile()
         return graph_module, given
-    limit = bounds.limit(batch) - reserve
-    search = _searched(graph_module, False, batch, machine, limit, order)
-    if not search.fits(limit) and _has_made_rows(graph_module):
+    limit = UNLIMITED if reserve is None else bounds.limit(batch) - reserve
+    order = (lambda problem, _: [smallest(problem)]) if reserve is None else order
+    made = _has_made_rows(graph_module)
+    search = _searched(graph_module, made and reserve is None, batch, machine, limit, order)
+    if not search.fits(limit) and made:
         search = _searched(graph_module, True, batch, machine, limit, order)
     if not search.fits(limit):
-        raise _too_small(search, batch, bounds, reserve)
+        return None
     plan = _plan(search, batch, bounds)
     for node, (best, *_) in search.found.items():
         set_terms(node, best.terms)
@@ -164,15 +163,6 @@ def _under(problem: Problem, limit: int, known: dict[object, list[Candidate]], o
         found = candidates(problem, limit)
         known[key] = order(problem, found) if found else []
     return known[key]
-
-
-def _too_small(search: _Search, batch: int, bounds: Bounds, reserve: int) -> MemoryBudgetError:
-    needed = {node: search.before(node) + least(problem) for node, problem in search.problems.items()}
-    worst = max(needed, key=needed.__getitem__)
-    most = max(needed[worst], search.alive.peak) + reserve
-    contracting = needed[worst] >= search.alive.peak
-    where = f"the Gramian of {terms_of(worst).parameter}" if contracting else "the cotangents of the objectives"
-    return MemoryBudgetError(most - bounds.plain(batch), bounds.budget(batch), where)
 
 
 # ---------------------------------------------------------------- the plan as a value
