@@ -1,1 +1,1 @@
-"""Measurements, each a command that prints ratios from one run."""
+"""Measurements, each a command that prints ratios from one run: ``python -m benchmarks.<name>``, or all at once."""

@@ -1,102 +1,90 @@
 """Time of objectives and Gramian against plain forward and backward: ``python -m benchmarks.step``.
 
-Each system runs in a process of its own, on the same model and inputs; medians and their ratio are printed, as JSON too
-with ``--json``.
+Each system runs in processes of its own, in turn, op by op and compiled; what counts is the better of each.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+import tempfile
+from argparse import ArgumentParser, Namespace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import gramfx
+from benchmarks.common import (
+    Benchmark,
+    Row,
+    add_batch,
+    add_rounds,
+    alternated,
+    as_is,
+    milliseconds,
+    ratio,
+    timed,
+    verdict,
+)
+from benchmarks.models import MODELS, workload
 
 SYSTEMS = ("plain", "gramfx")
+#: The longest times wanted, in terms of a plain forward and backward.
+LARGEST_RATIO = {"alexnet": 1.3, "transformer": 1.1}
 
 
-def mlp() -> tuple[nn.Module, Tensor, Tensor]:
-    """3072-512-512-10, 64 samples."""
-    layers = (nn.Linear(3072, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-    return nn.Sequential(*layers), torch.randn(64, 3072), torch.randint(10, (64,))
-
-
-def convolutions() -> tuple[nn.Module, Tensor, Tensor]:
-    """Three convolutions and a linear layer on 32 x 32 images, 32 samples."""
-    widths = (3, 32, 64, 64)
-    layers = [
-        layer
-        for a, b in itertools.pairwise(widths)
-        for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-    ]
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
-    return net, torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"mlp": mlp, "convolutions": convolutions}
-
-
-def losses(output: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy a sample."""
-    return F.cross_entropy(output, labels, reduction="none")
-
-
-def measure(model: str, system: str, runs: int) -> float:
-    """Median seconds of one run after one that is not counted."""
-    torch.manual_seed(0)
-    net, inputs, labels = MODELS[model]()
-    step = gramfx.transform(net, losses, compile=False)
+def time_system(model: str, system: str, compiled: bool, batch: int | None, device: str, runs: int) -> Row:
+    """Seconds of the first step and of those after it."""
+    held = workload(model, batch, device)
+    step = gramfx.transform(held.model, held.objective, compile=compiled)
+    losses = torch.compile(held.losses) if compiled else held.losses
 
     def plain() -> None:
-        losses(net(inputs), labels).sum().backward()
+        held.plain(losses)
 
     def ours() -> None:
-        step(inputs, targets=labels)
+        step(*held.inputs, targets=held.targets)
 
-    run = plain if system == "plain" else ours
-    times = []
-    for _ in range(runs + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return timed(plain if system == "plain" else ours, runs, device)
 
 
-def in_own_process(model: str, system: str, runs: int) -> float:
-    """:func:`measure` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.step", "--only", model, system, "--runs", str(runs)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def rows(options: Namespace, model: str) -> list[Row]:
+    """One model, all systems."""
+    given = {"model": model, "batch": options.batch, "device": options.device, "runs": options.runs}
+    ways = (False,) if options.eager else (False, True)
+    systems = {
+        system + (" compiled" if compiled else ""): {"system": system, "compiled": compiled, **given}
+        for compiled in ways
+        for system in SYSTEMS
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        found = alternated("step", systems, options.rounds, {"TORCHINDUCTOR_CACHE_DIR": folder})
+    seconds = {name: row["seconds"] for name, row in found.items()}
+    best = {system: min(s for name, s in seconds.items() if name.startswith(system)) for system in SYSTEMS}
+    row = {"case": model, **seconds, "ratio": best["gramfx"] / best["plain"]}
+    row |= {"first " + name: held["first"] for name, held in found.items()}
+    limit = LARGEST_RATIO.get(model)
+    return [row if limit is None else {**row, "limit": limit, "kept": row["ratio"] <= limit}]
 
 
-def main() -> None:
-    """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--only", nargs=2, metavar=("MODEL", "SYSTEM"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.only:
-        print(measure(*given.only, given.runs))
-        return
-    rows = []
-    for model in MODELS:
-        seconds = {system: in_own_process(model, system, given.runs) for system in SYSTEMS}
-        rows.append({"model": model, **seconds, "ratio": seconds["gramfx"] / seconds["plain"]})
-    if given.json:
-        print(json.dumps(rows, indent=1))
-        return
-    for row in rows:
-        print(f"{row['model']:14} plain {row['plain']:.4f} s   gramfx {row['gramfx']:.4f} s   ratio {row['ratio']:.2f}")
+def add_options(parser: ArgumentParser) -> None:
+    """What this benchmark alone can be told."""
+    add_batch(parser)
+    add_rounds(parser)
+    parser.add_argument("--eager", action="store_true", help="leave the compiled systems out")
 
+
+BENCHMARK = Benchmark(
+    name="step",
+    about=__doc__,
+    cases=tuple(MODELS),
+    columns={
+        **{system + way: milliseconds for way in ("", " compiled") for system in SYSTEMS},
+        **{"ratio": ratio, "limit": as_is, "kept": verdict, "first gramfx": milliseconds},
+        **{f"first {system} compiled": milliseconds for system in SYSTEMS},
+    },
+    rows=rows,
+    jobs={"timed": time_system},
+    quick=("--models", "mlp", "--runs", "5", "--rounds", "1", "--eager"),
+    options=add_options,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,0 +1,137 @@
+"""The models that are measured, each with inputs, targets and a loss per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what one step is given."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    objective: Callable[[Tensor, Tensor], Tensor]
+
+    def losses(self) -> Tensor:
+        """One a sample."""
+        return self.objective(self.model(*self.inputs), self.targets)
+
+    def plain(self, losses: Callable[[], Tensor] | None = None) -> None:
+        """Forward and backward, from no gradients; ``losses`` may be compiled."""
+        self.model.zero_grad(set_to_none=True)
+        (losses or self.losses)().sum().backward()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over tokens, if there are any."""
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return losses.view(labels.shape[0], -1).mean(1)
+
+
+def squared_error(output: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all dims but the first."""
+    return F.mse_loss(output, targets, reduction="none").flatten(1).mean(1)
+
+
+def alexnet(batch: int = 32) -> Workload:
+    """The layers of torchvision's AlexNet on images of 224 x 224."""
+    features = nn.Sequential(
+        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+    )
+    classifier = nn.Sequential(
+        *(nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True)),
+        *(nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
+        nn.Linear(4096, 1000),
+    )
+    model = nn.Sequential(features, nn.AdaptiveAvgPool2d((6, 6)), nn.Flatten(), classifier)
+    return Workload(model, (torch.randn(batch, 3, 224, 224),), torch.randint(1000, (batch,)), cross_entropy)
+
+
+def transformer(batch: int = 8) -> Workload:
+    """``nn.Transformer`` as it comes, from 10 tokens to 20."""
+    source, target = torch.randn(batch, 10, 512), torch.randn(batch, 20, 512)
+    return Workload(nn.Transformer(batch_first=True), (source, target), torch.randn(batch, 20, 512), squared_error)
+
+
+def mlp(batch: int = 64) -> Workload:
+    """3072-512-512-10."""
+    layers = (nn.Linear(3072, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return Workload(nn.Sequential(*layers), (torch.randn(batch, 3072),), torch.randint(10, (batch,)), cross_entropy)
+
+
+class LanguageModel(nn.Module):
+    """A causal transformer whose output layer is its embedding."""
+
+    mask: Tensor
+    places: Tensor
+
+    def __init__(self, vocabulary: int = 50257, width: int = 256, layers: int = 4, tokens: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(tokens))
+        self.register_buffer("places", torch.arange(tokens))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores for the next word at each place."""
+        hidden = self.embedding(words) + self.position(self.places)
+        scores: Tensor = self.head(self.norm(self.body(hidden, mask=self.mask, is_causal=True)))
+        return scores
+
+
+def lm(batch: int = 8) -> Workload:
+    """A tied language model on 64 tokens."""
+    words = torch.randint(50257, (batch, 65))
+    return Workload(LanguageModel(), (words[:, :-1],), words[:, 1:], cross_entropy)
+
+
+def convolutions(batch: int = 16) -> Workload:
+    """Two convolutions with many channels on maps of 16 x 16."""
+    layers = (nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 128, 3, padding=1))
+    return Workload(
+        nn.Sequential(*layers), (torch.randn(batch, 64, 16, 16),), torch.randn(batch, 128, 16, 16), squared_error
+    )
+
+
+def tokens(batch: int = 16) -> Workload:
+    """Linear layers on 64 tokens a sample."""
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+    return Workload(model, (torch.randn(batch, 64, 512),), torch.randn(batch, 64, 512), squared_error)
+
+
+def weight_normed(batch: int = 16) -> Workload:
+    """Linear layers whose weights are functions of their parameters."""
+    layers = (weight_norm(nn.Linear(512, 512)), nn.Tanh(), weight_norm(nn.Linear(512, 256)))
+    return Workload(nn.Sequential(*layers), (torch.randn(batch, 512),), torch.randn(batch, 256), squared_error)
+
+
+MODELS: dict[str, Callable[..., Workload]] = {"alexnet": alexnet, "transformer": transformer, "mlp": mlp, "lm": lm}
+#: For measurements that need many steps.
+SMALL: dict[str, Callable[..., Workload]] = {
+    "convolutions": convolutions,
+    "tokens": tokens,
+    "weight_normed": weight_normed,
+}
+
+
+def workload(name: str, batch: int | None = None, device: str = "cpu") -> Workload:
+    """A model by name, the same at every call; ``batch``: the model's own by default."""
+    torch.manual_seed(0)
+    make = {**MODELS, **SMALL}[name]
+    with torch.device(device):
+        return make() if batch is None else make(batch)
