@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -126,11 +125,12 @@ def measured(device: torch.device) -> Machine:
     flops = {}
     for dtype in ACCUMULATED:
         square = torch.ones(size, size, dtype=dtype, device=device)
-        flops[_name(dtype)] = 2 * size**3 / _median_seconds(functools.partial(torch.mm, square, square), device)
+        flops[_name(dtype)] = 2 * size**3 / _least_seconds(functools.partial(torch.mm, square, square), device)
     cache = cache_size(device)
     bandwidth, cached = (_bandwidth(count, device) for count in (max(2**24, cache), cache // 32))
+    cached = max(cached, bandwidth)
     small = torch.ones(1, 8, 8, device=device)
-    latency = _median_seconds(lambda: small @ small.transpose(1, 2), device, repeat=100)
+    latency = _least_seconds(lambda: small @ small.transpose(1, 2), device, repeat=100)
     return Machine(_device_name(device), flops, bandwidth, cached, latency, cache, _half(flops["float32"], device))
 
 
@@ -138,14 +138,14 @@ def _half(full: float, device: torch.device) -> int:
     """From the rate of a product with narrow results, long enough for its latency not to count."""
     narrow, long = 16, 2**13
     one = torch.ones(narrow, long, dtype=torch.float32, device=device)
-    rate = 2 * narrow**2 * long / _median_seconds(functools.partial(torch.mm, one, one.t()), device, repeat=20)
+    rate = 2 * narrow**2 * long / _least_seconds(functools.partial(torch.mm, one, one.t()), device, repeat=20)
     return max(1, round(narrow * (full / rate - 1)))
 
 
 def _bandwidth(count: int, device: torch.device) -> float:
     """Bytes a second of an addition of float32 tensors."""
     one = torch.ones(count, dtype=torch.float32, device=device)
-    return 12 * count / _median_seconds(functools.partial(torch.add, one, one), device, repeat=10)
+    return 12 * count / _least_seconds(functools.partial(torch.add, one, one), device, repeat=10)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -161,7 +161,8 @@ def cache_size(device: torch.device) -> int:
     return next((size for size in found if size > 0), _DEFAULT_CACHE)
 
 
-def _median_seconds(run: Callable[[], object], device: torch.device, repeat: int = 1) -> float:
+def _least_seconds(run: Callable[[], object], device: torch.device, repeat: int = 1) -> float:
+    """The fastest of a few runs: what else the machine does only ever adds to it."""
     times = []
     for _ in range(6):
         start = time.perf_counter()
@@ -170,4 +171,4 @@ def _median_seconds(run: Callable[[], object], device: torch.device, repeat: int
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append((time.perf_counter() - start) / repeat)
-    return statistics.median(times[1:])
+    return min(times[1:])
