@@ -95,7 +95,9 @@ def _separate_objectives(graph_module: GraphModule, known: Provenance) -> None:
 def verify_separated(graph_module: GraphModule) -> None:
     """Raise :class:`VerificationError` where an op that sees data reads a parameter value without a clone."""
     known = provenance(graph_module)
-    for node in known.parameter_values:
-        for user in node.users:
-            if user in known.data and "use" not in node.meta and "use" not in node.all_input_nodes[0].meta:
-                raise VerificationError("a use reads its parameter value directly", got=f"{user} reads {node}")
+    # In graph order, not the set's, so that it is always the same read that is named.
+    for node in [n for n in graph_module.graph.nodes if n in known.parameter_values]:
+        if any("use" in held.meta for held in (node, *node.all_input_nodes[:1])):
+            continue
+        for user in _readers(node, known):
+            raise VerificationError("a use reads its parameter value directly", got=f"{user} reads {node}")
