@@ -93,7 +93,7 @@ def test_erase_clones_undoes_the_separation() -> None:
 
 
 def test_a_use_without_its_clone_is_noticed() -> None:
-    with pytest.raises(VerificationError, match="(?s)directly.*mm_default reads w"):
+    with pytest.raises(VerificationError, match=r"(?s)directly.*mm_default reads w"):
         verify_separated(by_hand())
 
 
