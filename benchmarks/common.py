@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -55,24 +56,36 @@ def alternated(
     for _ in range(rounds):
         for name, given in systems.items():
             found[name].append(own_process(module, "timed", env, **given))
-    return {name: {**rows[0], "seconds": _median(rows)} for name, rows in found.items()}
+    return {name: {**rows[0], "seconds": median(rows)} for name, rows in found.items()}
 
 
-def _median(rows: Sequence[Row]) -> float:
+def median(rows: Sequence[Row]) -> float:
+    """The median of all runs in all rows."""
     return statistics.median(seconds for row in rows for seconds in row["seconds"])
 
 
 def timed(run: Callable[[], object], runs: int, device: str) -> Row:
     """Seconds of the first call, and of each of ``runs`` after it."""
+    return timed_in_turn({"": run}, runs, device)[""]
 
-    def seconds() -> float:
+
+def timed_in_turn(systems: Mapping[str, Callable[[], object]], runs: int, device: str) -> dict[str, Row]:
+    """:func:`timed` for several in one process, in turn, each turn in another order: one finds what another left."""
+
+    def seconds(run: Callable[[], object]) -> float:
         start = time.perf_counter()
         run()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    return {"first": seconds(), "seconds": [seconds() for _ in range(runs)]}
+    found: dict[str, Row] = {name: {"first": seconds(run), "seconds": []} for name, run in systems.items()}
+    order, shuffled = list(systems), random.Random(0)
+    for _ in range(runs):
+        shuffled.shuffle(order)
+        for name in order:
+            found[name]["seconds"].append(seconds(systems[name]))
+    return found
 
 
 # ---------------------------------------------------------------- what columns show

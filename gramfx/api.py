@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from gramfx.capture import capture, confirm
+from gramfx.capture import capture, confirm, probe_of
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
@@ -135,21 +135,25 @@ class Step(nn.Module):
         dynamic = self._wants_dynamic(call, family)
         found = self._made.get((dynamic, family if dynamic else exact)) or self._made.get((False, exact))
         made = found or self._make(call, kept, dynamic)
-        compiled, program = self._planned(made, call.batch_size)
+        compiled, program = self._planned(made, call)
         self._last = compiled
         return compiled, program
 
-    def _planned(self, made: list[Made], batch: int | None) -> tuple[Compiled, Program]:
-        """The capture with a plan for this batch size, planned now where there is none yet."""
+    def _planned(self, made: list[Made], call: Call) -> tuple[Compiled, Program]:
+        """The capture with a plan for this batch size, planned and tried now where there is none yet."""
+        batch = call.batch_size
         for compiled, program, _ in made:
             # A capture without a batch, or for one size alone, has one plan.
             if batch is None or compiled.static or batch in compiled.plan.regime:
                 return compiled, program
         assert batch is not None
         compiled, program, kept = made[0]
+        captured = compiled.captured
         with autocast_off():
             lowering = replanned(compiled.lowering, batch, self._planning)
-        made.append((Compiled(compiled.captured, lowering, self._inductor), program, kept))
+        if self._reuse == "exact":
+            confirm(captured, lowering.stages["lowered"], program, call, probe_of(captured, program, call))
+        made.append((Compiled(captured, lowering, self._inductor), program, kept))
         return made[-1][:2]
 
     def _keys(self, call: Call) -> tuple[Hashable, Hashable, list[Any]]:

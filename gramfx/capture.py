@@ -219,23 +219,34 @@ def _probe(captured: Captured, program: Program, reference: Reference) -> Probe:
     return Probe(reference.weights.flatten() + 0.5, sum(squares), _tolerance(captured, program))
 
 
-def confirm(captured: Captured, lowered: GraphModule, program: Program, call: Call) -> None:
+def probe_of(captured: Captured, program: Program, call: Call) -> Probe:
+    """What the eager model says of a random combination of the objectives of another call of the same capture."""
+    program.call = call
+    try:
+        with _random_state_kept(program, call):
+            return _probe(captured, program, _run_eagerly(program, call))
+    finally:
+        program.call = None
+
+
+def confirm(captured: Captured, lowered: GraphModule, program: Program, call: Call, probe: Probe | None = None) -> None:
     """Run a lowered graph once: ``wᵀ G w`` must be ``|Jᵀ w|²``, which the eager model gave for random ``w``.
 
-    A wrong rule, pass or kernel anywhere on the way shows here, with probability one. Raises
-    :class:`VerificationError`.
+    A wrong rule, pass or kernel anywhere on the way shows here, with probability one. probe: what the model gave, where
+    the call is not the one captured. Raises :class:`VerificationError`.
     """
-    assert captured.probe is not None
+    probe = probe or captured.probe
+    assert probe is not None
     tensors = [tensor.detach() for tensor in (*call.tensors, *program.loose)]
     with _random_state_kept(program, call), torch.no_grad(), autocast_off():
         gramian = lowered(*(tensor.contiguous() for tensor in captured.fetch(program, tensors)))[1].double()
-    weights = captured.probe.weights.to(gramian)
+    weights = probe.weights.to(gramian)
     got, scale = float(weights @ gramian @ weights), float(weights @ gramian.abs() @ weights)
-    error = abs(got - captured.probe.squared_norm)
-    if math.isfinite(captured.probe.squared_norm) and not error <= captured.probe.tolerance * scale:
+    error = abs(got - probe.squared_norm)
+    if math.isfinite(probe.squared_norm) and not error <= probe.tolerance * scale:
         raise VerificationError(
             "the Gramian does not fit the model's own gradient: a bug in gramfx",
-            expected=f"wᵀ G w = {captured.probe.squared_norm:.9g} for the weights that were tried",
+            expected=f"wᵀ G w = {probe.squared_norm:.9g} for the weights that were tried",
             got=f"{got:.9g}",
             remedy="please report the model; coupled or symbolic batches are the first things to try without",
         )

@@ -129,7 +129,23 @@ def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
     Raises :class:`MemoryBudgetError` where no plan keeps the budget, by the memory profile of the lowered graph.
     """
     bounds = Bounds(lowering.plain_peak, lambda size: planning.budget(lowering.plain_peak(size)))
-    scheduled = schedule(lowering.stages["gramian"])
+    planned, lowered, plan, alive = _within(lowering.stages["gramian"], batch, bounds, planning)
+    verify_lowered(lowered)
+    if plan is not planning.given:
+        totals = Totals(
+            flops_of(lowered.graph.nodes, batch), alive.peak, lowering.plain_flops(batch), bounds.plain(batch)
+        )
+        plan = dataclasses.replace(plan, totals=totals)
+    stages = {**lowering.stages, "planned": planned, "lowered": lowered}
+    return dataclasses.replace(lowering, stages=stages, plan=plan)
+
+
+def _within(
+    gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning
+) -> tuple[GraphModule, GraphModule, Plan, Profile]:
+    """The planned and the lowered graph, the plan, and what is alive: planned anew, with more room left free, until the
+    lowered graph keeps the limit, since that copies where a plan saw a view."""
+    scheduled = schedule(gramian)
     machine = machine_of(value(results(scheduled)[0]).device)
     plan_for = functools.partial(
         plan_contractions, scheduled, batch, bounds, machine, given=planning.given, order=planning.order
@@ -148,16 +164,8 @@ def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
             break
         if made is None or plan is planning.given:
             raise _too_small(alive, bounds, batch)
-        # The lowered graph copies where the plan saw a view.
         reserve += alive.peak - bounds.limit(batch)
-    verify_lowered(lowered)
-    if plan is not planning.given:
-        totals = Totals(
-            flops_of(lowered.graph.nodes, batch), alive.peak, lowering.plain_flops(batch), bounds.plain(batch)
-        )
-        plan = dataclasses.replace(plan, totals=totals)
-    stages = {**lowering.stages, "planned": planned, "lowered": lowered}
-    return dataclasses.replace(lowering, stages=stages, plan=plan)
+    return planned, lowered, plan, alive
 
 
 def _too_small(alive: Profile, bounds: Bounds, batch: int) -> MemoryBudgetError:

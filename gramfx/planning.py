@@ -23,6 +23,9 @@ MOST_STEPS = 256
 MOST_AXES = 2
 #: Working memory up to this share of the cache leaves room for what is read.
 CACHE_SHARE = 0.5
+#: Blocks above the diagonal alone have to be predicted to take less than this share of the time: smaller products run
+#: slower than the model of the machine says.
+WORTH_HALVING = 0.8
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def _chunked(problem: Problem, recipe: Recipe, limit: int) -> Candidate | None:
         return None
     best = min(cached or fitting, key=lambda one: one.seconds)
     halves = [one for one in _halved(problem, best.terms.recipe) if one.cost.peak <= max(small, best.cost.peak)]
-    return min((best, *halves), key=lambda one: one.seconds)
+    worth = [one for one in halves if one.seconds < WORTH_HALVING * best.seconds]
+    return min((best, *worth), key=lambda one: one.seconds)
 
 
 def _halved(problem: Problem, recipe: Recipe) -> Iterator[Candidate]:
