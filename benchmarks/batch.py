@@ -24,8 +24,8 @@ import gramfx
 from benchmarks.common import Benchmark, Row, as_is, own_process, ratio, verdict
 from benchmarks.models import MODELS, workload
 from gramfx.errors import MemoryBudgetError
+from gramfx.fitting import replanned
 from gramfx.graph import placeholders
-from gramfx.pipeline import replanned
 from gramfx.regimes import largest
 from gramfx.sketch import evaluated
 

@@ -12,9 +12,10 @@ from gramfx.capture import capture, confirm, probe_of
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
+from gramfx.fitting import Planning, replanned
 from gramfx.measure import fastest_measured
 from gramfx.passes.plan_contractions import fastest_predicted
-from gramfx.pipeline import STAGES, Planning, lower, replanned
+from gramfx.pipeline import STAGES, lower
 from gramfx.plan import Plan, parse_bytes
 from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call

@@ -82,7 +82,8 @@ def normal_form(
     """One placeholder a tensor, named after it; objectives first among the outputs; no views that need strides.
 
     ``outputs[i]`` is the index of the slot whose new value output ``i`` is, or ``None`` for the objectives. Each
-    placeholder's ``meta`` says what it is: ``parameter`` (its user's name, where trainable) and ``batch_dim``.
+    placeholder's ``meta`` says what it is: ``parameter`` (its user's name, where trainable), ``batch_dim``, and
+    ``requires_grad``.
     """
     inputs = [*call.tensors, *program.loose]
     tensors = [_fetch(slot, program, inputs, constants) for slot in slots]
@@ -116,7 +117,7 @@ def normal_form(
 def _placeholder(graph: Graph, slot: Slot, tensor: Tensor, call: Call, original: Node) -> Node:
     name = re.sub(r"\W", "_", slot.name)
     node = graph.placeholder(name if not name[0].isdigit() else f"p_{name}")
-    node.meta = {"val": original.meta["val"]}
+    node.meta = {"val": original.meta["val"], "requires_grad": tensor.requires_grad}
     if tensor.requires_grad and tensor.is_leaf and (slot.kind != "input" or int(slot.key) >= len(call.tensors)):
         node.meta["parameter"] = slot.name
     if slot.kind == "input" and int(slot.key) < len(call.tensors):

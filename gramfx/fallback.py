@@ -52,7 +52,7 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Callab
     def pull(*tensors: Any) -> Tensor:
         held, cotangents = list(tensors[: len(inputs)]), tensors[len(inputs) :]
         outs, leaves = _differentiated(
-            lambda *values: _outputs(use, dict(zip(inputs, values, strict=True))), held, [at]
+            lambda *values: outputs_of(use, dict(zip(inputs, values, strict=True))), held, [at]
         )
         reached = [index for index, out in enumerate(outs) if out.requires_grad]
         seeds = [cotangents[index] for index in reached]
@@ -99,7 +99,8 @@ def _over_rows(pull: Traceable, held: list[Any], cotangents: list[Tensor]) -> Tr
     return run
 
 
-def _outputs(use: Use, values: dict[Node, Any]) -> tuple[Tensor, ...]:
+def outputs_of(use: Use, values: dict[Node, Any]) -> tuple[Tensor, ...]:
+    """The tapped outputs of a use's op, run on the values of the nodes it reads."""
     args, kwargs = torch.fx.node.map_arg((arguments(use.op), use.op.kwargs), lambda node: values[node])
     result = use.op.target(*args, **kwargs)  # type: ignore[operator]
     if isinstance(result, (tuple, list)):

@@ -60,7 +60,7 @@ def profile(
     kept: what is alive at the end, by default all that the graph returns.
     """
     added = added or {}
-    held = _storages(graph_module)
+    held = storages(graph_module)
     last: dict[Storage, Node] = {}
     for node in graph_module.graph.nodes:
         if node.op != "output":
@@ -103,7 +103,7 @@ def nbytes(storage: Storage, batch: int) -> int:
     return int(tensor.dtype.itemsize * math.prod(evaluated(size, batch) for size in tensor.shape))
 
 
-def _storages(graph_module: GraphModule) -> dict[Node, list[Storage]]:
+def storages(graph_module: GraphModule) -> dict[Node, list[Storage]]:
     """The memory that each node's value lives in."""
     held: dict[Node, list[Storage]] = {}
     for node in graph_module.graph.nodes:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,68 +12,21 @@ from torch.fx import GraphModule, Node
 from gramfx.axes import Value
 from gramfx.baseline import plain_flops, plain_peak
 from gramfx.captured import Captured
-from gramfx.cost import flops_of
-from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning, MemoryBudgetError
+from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
+from gramfx.fitting import DEFAULT, Lowering, Planning, replanned
+from gramfx.gradients import kept_gradient
 from gramfx.gramians import gramian_nodes, terms_of
 from gramfx.graph import placeholders, results, value, verify_functional, where
-from gramfx.machine import machine_of
-from gramfx.memory import Profile, profile
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
 from gramfx.passes.differentiate import differentiate, verify_joint
-from gramfx.passes.erase_clones import erase_clones
 from gramfx.passes.insert_gramians import insert_gramians, verify_gramian
-from gramfx.passes.lower_contractions import lower_contractions, verify_lowered
-from gramfx.passes.plan_contractions import (
-    Bounds,
-    Order,
-    fastest_predicted,
-    plan_contractions,
-    verify_planned,
-)
-from gramfx.passes.schedule import schedule
 from gramfx.passes.separate_uses import separate_uses
 from gramfx.passes.trace_axes import Coupling, trace_axes, verify_batched
-from gramfx.plan import Plan, Totals
 from gramfx.source import warn_user
 from gramfx.torch_compat import is_symbolic
 from gramfx.uses import Rows, StaticBatchNeeded, Use, uses_of
 
-#: The least default budget.
-LEAST_BUDGET = 64 * 2**20
-#: How often to plan anew, with more room left, until the lowered graph keeps the limit.
-MOST_ATTEMPTS = 4
-
 STAGES = ("captured", "canonical", "separated", "batched", "joint", "gramian", "planned", "lowered")
-
-
-@dataclass(frozen=True)
-class Planning:
-    """What a plan goes by: bytes above a plain forward and backward (``None``: a tenth of what that needs, at least 64
-    MiB), a plan made before, and the order of preference among candidates."""
-
-    memory_budget: int | None = None
-    given: Plan | None = None
-    order: Order = fastest_predicted
-
-    def budget(self, plain: int) -> int:
-        """Bytes above ``plain``."""
-        return max(LEAST_BUDGET, plain // 10) if self.memory_budget is None else self.memory_budget
-
-
-DEFAULT = Planning()
-
-
-@dataclass
-class Lowering:
-    """All stages of one program by name, the plan, the nodes whose random draws the last one returns, what couples,
-    and what a plain forward and backward needs at a batch size."""
-
-    stages: dict[str, GraphModule] = field(default_factory=dict)
-    plan: Plan | None = None
-    draws: tuple[str, ...] = ()
-    coupling: Coupling | None = None
-    plain_peak: Callable[[int], int] = lambda batch: 0
-    plain_flops: Callable[[int], int] = lambda batch: 0
 
 
 def lower(
@@ -89,8 +39,9 @@ def lower(
 ) -> Lowering:
     """Run every stage on a captured graph.
 
-    The lowered graph returns ``(objectives, gramian, *new values of mutated tensors, *random draws)``. Raises
-    :class:`StaticBatchNeeded` where a symbolic batch cannot be kept, and what :func:`replanned` raises.
+    The lowered graph returns ``(objectives, gramian, *new values of mutated tensors, *saved)``, where saved is what the
+    backward needs besides the inputs: random draws, or activations and cotangents. Raises :class:`StaticBatchNeeded`
+    where a symbolic batch cannot be kept, and what :func:`replanned` raises.
     """
     done = Lowering()
     symbolic = is_symbolic(batch_size)
@@ -111,66 +62,18 @@ def lower(
     verify_joint(joint)
     stages["joint"] = joint.graph_module
     size = 1 if batch_size is None else batch_size
-    stages["gramian"] = insert_gramians(joint, uses, rows, size, exact=exact)
-    verify_gramian(stages["gramian"])
-    terms = [terms_of(node) for node in gramian_nodes(stages["gramian"])]
+    done.draws = tuple(joint.random)
+    done.kept = kept_gradient(batched, joint, uses, rows, size)
+    saved = [joint.forward[name] for name in done.draws] + list(done.kept.saved if done.kept else ())
+    done.inserted = insert_gramians(joint, uses, rows, size, exact=exact, saved=saved)
+    verify_gramian(done.inserted)
+    terms = [terms_of(node) for node in gramian_nodes(done.inserted)]
     done.plain_peak = functools.cache(lambda batch: plain_peak(joint, uses, batch))
     done.plain_flops = lambda batch: plain_flops(joint, terms, batch)
-    done.draws = tuple(joint.random)
     done = replanned(done, _hint(size), planning)
     if symbolic and not is_symbolic(batch_size):
         raise StaticBatchNeeded("an op of the model fixes the batch size")
     return done
-
-
-def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
-    """The same program planned for another batch size, and lowered.
-
-    Raises :class:`MemoryBudgetError` where no plan keeps the budget, by the memory profile of the lowered graph.
-    """
-    bounds = Bounds(lowering.plain_peak, lambda size: planning.budget(lowering.plain_peak(size)))
-    planned, lowered, plan, alive = _within(lowering.stages["gramian"], batch, bounds, planning)
-    verify_lowered(lowered)
-    if plan is not planning.given:
-        totals = Totals(
-            flops_of(lowered.graph.nodes, batch), alive.peak, lowering.plain_flops(batch), bounds.plain(batch)
-        )
-        plan = dataclasses.replace(plan, totals=totals)
-    stages = {**lowering.stages, "planned": planned, "lowered": lowered}
-    return dataclasses.replace(lowering, stages=stages, plan=plan)
-
-
-def _within(
-    gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning
-) -> tuple[GraphModule, GraphModule, Plan, Profile]:
-    """The planned and the lowered graph, the plan, and what is alive: planned anew, with more room left free, until the
-    lowered graph keeps the limit, since that copies where a plan saw a view."""
-    scheduled = schedule(gramian)
-    machine = machine_of(value(results(scheduled)[0]).device)
-    plan_for = functools.partial(
-        plan_contractions, scheduled, batch, bounds, machine, given=planning.given, order=planning.order
-    )
-    reserve = 0
-    for attempt in range(MOST_ATTEMPTS):
-        # The last one takes what needs the fewest bytes, so that an error can say what would do.
-        made = plan_for(reserve=reserve) if attempt < MOST_ATTEMPTS - 1 else None
-        found = made or plan_for(reserve=None)
-        assert found is not None
-        planned, plan = found
-        verify_planned(planned)
-        lowered = erase_clones(lower_contractions(planned))
-        alive = profile(lowered, batch)
-        if alive.peak <= bounds.limit(batch):
-            break
-        if made is None or plan is planning.given:
-            raise _too_small(alive, bounds, batch)
-        reserve += alive.peak - bounds.limit(batch)
-    return planned, lowered, plan, alive
-
-
-def _too_small(alive: Profile, bounds: Bounds, batch: int) -> MemoryBudgetError:
-    worst = max(alive.during, key=alive.during.__getitem__)
-    return MemoryBudgetError(alive.peak - bounds.plain(batch), bounds.budget(batch), where(worst))
 
 
 def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:
@@ -222,8 +125,8 @@ def _taps(uses: list[Use]) -> tuple[list[Node], list[Node]]:
 
 
 def _needed(graph_module: GraphModule, uses: list[Use]) -> list[Node]:
-    """Forward values that terms, fallbacks and pullbacks read; clones too, for their names in the joint graph."""
-    nodes = [node for use in uses for node in (use.clone, *use.needed)]
+    """Forward values that terms, fallbacks, pullbacks and weight gradients read; clones too, for their names."""
+    nodes = [node for use in uses for node in (use.clone, *use.needed, *use.op.all_input_nodes)]
     return [*placeholders(graph_module), *nodes]
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gramfx.errors import InputError
 from gramfx.terms import Recipe
@@ -98,6 +98,8 @@ class Plan:
     """The contractions of all parameters at one batch size, and the batch sizes it holds for.
 
     ``budget``: bytes above a plain forward and backward that the step may use. ``machine``: the device planned for.
+    ``gradient``: ``"kept"`` where activations and cotangents stay for a backward, ``saved`` bytes of them, or
+    ``"replayed"`` where it runs the model anew.
     """
 
     batch: int
@@ -106,6 +108,8 @@ class Plan:
     machine: str
     contractions: tuple[Contraction, ...]
     totals: Totals
+    gradient: Literal["kept", "replayed"] = "replayed"
+    saved: int = 0
 
     def to_json(self) -> str:
         """A string that :meth:`from_json` reads."""
@@ -146,6 +150,7 @@ class Plan:
             f"flops {counted(total.flops)}, a plain forward and backward {counted(total.plain_flops)}",
             f"peak {sized(total.peak)}, a plain forward and backward {sized(total.plain_peak)}, "
             f"budget {sized(self.budget)} above",
+            f"gradient kept, {sized(self.saved)}" if self.gradient == "kept" else "gradient replayed",
         ]
         return "\n".join(lines)
 

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule
 
 from gramfx.captured import Captured
-from gramfx.graph import named, placeholders, results, value
-from gramfx.pipeline import Lowering
+from gramfx.fitting import Lowering
+from gramfx.gradients import replayed_gradient, wanted_slots
 from gramfx.plan import Plan
 from gramfx.program import Program
 from gramfx.torch_compat import (
     autocast_off,
     compile_graph,
-    contiguous,
     fake_batch_size,
-    fake_mode_of,
     is_symbolic,
     trace,
 )
@@ -33,23 +31,22 @@ Runnable = Callable[..., Any]
 class Compiled:
     """One lowered capture, ready to run on the tensors of its slots.
 
-    Its gradient, ``(*slots, *random draws, weights) -> gradients``, is made at the first backward.
+    Its gradient, ``(*slots, *saved, weights) -> gradients``, is compiled at the first backward.
     """
 
     captured: Captured
     lowering: Lowering
     use_inductor: bool
     run: Runnable = field(init=False)
-    learned: tuple[int, ...] = field(init=False)
+    wanted: tuple[int, ...] = field(init=False)
     static: bool = field(init=False)
     _gradient: Runnable | None = None
 
     def __post_init__(self) -> None:
         graph_module = self.lowering.stages["lowered"]
         self.run = self._runnable(graph_module)
-        inputs = placeholders(graph_module)
         self.static = not is_symbolic(fake_batch_size(self.captured.graph_module))
-        self.learned = tuple(index for index, node in enumerate(inputs) if "parameter" in node.meta)
+        self.wanted = tuple(wanted_slots(graph_module))
 
     def _runnable(self, graph_module: GraphModule) -> Runnable:
         if not self.use_inductor:
@@ -59,8 +56,7 @@ class Compiled:
     def __call__(self, program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
         tensors = self.captured.fetch(program, inputs)
-        parameters = [tensors[index] for index in self.learned]
-        return _Objectives.apply(self, tensors, *parameters)
+        return _Objectives.apply(self, tensors, *(tensors[index] for index in self.wanted))
 
     @property
     def plan(self) -> Plan:
@@ -70,14 +66,15 @@ class Compiled:
 
     @property
     def gradient(self) -> Runnable:
-        """The replayed backward, made when first asked for."""
+        """From what was kept, or replayed, as planned; made when first asked for."""
         if self._gradient is None:
-            self._gradient = self._make_gradient()
+            kept = self.lowering.kept if self.plan.gradient == "kept" else None
+            self._gradient = self._runnable(kept.graph_module) if kept else self._replayed()
         return self._gradient
 
-    def _make_gradient(self) -> Runnable:
+    def _replayed(self) -> Runnable:
         """Traced and compiled as the step is; a symbolic batch that a trace cannot keep is replayed op by op."""
-        replay, fakes = replayed_gradient(self.lowering)
+        replay, fakes = replayed_gradient(self.lowering.stages["canonical"], self.lowering.draws)
         size = fake_batch_size(self.lowering.stages["canonical"])
         if not is_symbolic(size):
             return self._runnable(trace(replay, fakes))
@@ -90,7 +87,7 @@ class Compiled:
 
 class _Objectives(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, tensors: list[Tensor], *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, compiled: Compiled, tensors: list[Tensor], *wanted: Tensor) -> tuple[Tensor, Tensor]:
         given = [tensor.detach() for tensor in tensors]
         with torch.no_grad(), autocast_off():
             # Inductor takes strides for granted; a graph run op by op is given the same for one behaviour of both.
@@ -108,48 +105,8 @@ class _Objectives(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Any, ...]:
-        saved = [tensor.detach().contiguous() for tensor in ctx.saved_tensors]
+        # Inductor takes the strides of the trace for granted; op by op, copies would only cost memory.
+        saved = [t.detach().contiguous() if ctx.compiled.use_inductor else t.detach() for t in ctx.saved_tensors]
         with torch.no_grad(), autocast_off():
             gradients = ctx.compiled.gradient(*saved, weights.contiguous())
         return (None, None, *gradients)
-
-
-class _Replayed(Interpreter):
-    """Runs a graph with some of its nodes' values given."""
-
-    def __init__(self, graph_module: GraphModule, given: dict[Node, Any]) -> None:
-        super().__init__(graph_module)
-        self.given = given
-
-    def run_node(self, n: Node) -> Any:
-        return self.given[n] if n in self.given else super().run_node(n)
-
-
-def replayed_gradient(lowering: Lowering) -> tuple[Runnable, list[Any]]:
-    """``(*slots, *random draws, weights) -> Jᵀ weights`` for each trainable slot, and fakes to trace it with.
-
-    Zeros where nothing depends on a slot.
-    """
-    graph_module = lowering.stages["canonical"]
-    inputs = placeholders(graph_module)
-    learned = [index for index, node in enumerate(inputs) if "parameter" in node.meta]
-    drawn = [named(graph_module)[name] for name in lowering.draws]
-    fakes = [contiguous(value(node)) for node in (*inputs, *drawn)]
-    with fake_mode_of(graph_module):
-        weights = torch.empty_like(value(results(graph_module)[0]), memory_format=torch.contiguous_format)
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        *given, seed = tensors
-        leaves = [t.detach() for t in given[: len(inputs)]]
-        for index in learned:
-            leaves[index].requires_grad_()
-        with torch.enable_grad():
-            replay = _Replayed(graph_module, dict(zip(drawn, given[len(inputs) :], strict=True)))
-            objectives = replay.run(*leaves)[0]
-            wanted = [leaves[index] for index in learned]
-            if not objectives.requires_grad:
-                return [torch.zeros_like(leaf) for leaf in wanted]
-            found = torch.autograd.grad(objectives, wanted, seed, allow_unused=True)
-        return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
-
-    return run, [*fakes, weights]

@@ -29,12 +29,19 @@ RowsOf = Callable[[Sequence[Tensor], Part], Tensor]
 
 
 def insert_gramians(
-    joint: Joint, uses: Sequence[Use], rows: Rows, batch_size: int | torch.SymInt, *, exact: bool
+    joint: Joint,
+    uses: Sequence[Use],
+    rows: Rows,
+    batch_size: int | torch.SymInt,
+    *,
+    exact: bool,
+    saved: Sequence[str] = (),
 ) -> GraphModule:
     """Add ``gramian``, the second output, as a sum of one ``gramfx::gramian`` node per parameter.
 
     With ``exact`` all uses of a parameter meet, cross terms included; otherwise each use makes a block of its own.
-    Uses that no einsum describes get their rows by a VJP, as nodes of the graph.
+    Uses that no einsum describes get their rows by a VJP, as nodes of the graph. saved: nodes of the joint graph to
+    return as well, last.
     """
     graph_module = copy.deepcopy(joint.graph_module)
     work = _Insertion(graph_module, joint, rows, batch_size)
@@ -43,8 +50,7 @@ def insert_gramians(
     objectives, *rest = results(graph_module)
     mutated = rest[: joint.mutated]
     total = work.total(objectives, exact)
-    drawn = [work.nodes[joint.forward[name]] for name in joint.random]
-    output_node(graph_module).args = ((objectives, total, *mutated, *drawn),)
+    output_node(graph_module).args = ((objectives, total, *mutated, *(work.nodes[name] for name in saved)),)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return graph_module
