@@ -36,16 +36,17 @@ from gramfx.tracing import by_tracing, explain, refuse_custom_functions
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
 #: Every wrong capture seen was off by 3e-3 or more.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The eager model's objectives, and the gradient of ``(weights * objectives).sum()`` by leaf."""
+    """What the eager model returns, and the gradient of ``Σ (weights * returned).sum()`` by leaf."""
 
-    objectives: Tensor
-    weights: Tensor
+    returned: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
     gradients: dict[int, Tensor | None]
+    differentiable: tuple[bool, ...]
 
 
 def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
@@ -66,6 +67,7 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
             with _random_state_kept(program, call):
                 _compare(captured, program, call, reference)
             captured.probe = _probe(captured, program, reference)
+            captured.differentiable = reference.differentiable
             return captured
         except Exception as error:
             final = isinstance(error, GramfxError) and not isinstance(error, CaptureMismatchError)
@@ -124,23 +126,33 @@ def _run_eagerly(program: Program, call: Call) -> Reference:
     # A parameter may be given as an input, and is differentiated there too.
     tensors = [copies[id(tensor)] if id(tensor) in copies else _copy(tensor) for tensor in call.tensors]
     with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program):
-        objectives = torch.func.functional_call(program, state, tuple(tensors))
+        returned = _as_tuple(torch.func.functional_call(program, state, tuple(tensors)))
     program.loose = tuple(recorder.loose.values())
     leaves = trainable(program)
-    _check_differentiable(objectives, leaves)
-    weights = torch.rand(objectives.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gradients = _gradients(objectives, weights, {key: copies.get(key, tensor) for key, (_, tensor) in leaves.items()})
-    return Reference(objectives.detach(), weights, gradients)
+    _check_differentiable(returned, leaves)
+    generator = torch.Generator().manual_seed(0)
+    weights = tuple(torch.rand(one.shape, generator=generator, dtype=torch.float64) + 0.5 for one in returned)
+    gradients = _gradients(returned, weights, {key: copies.get(key, tensor) for key, (_, tensor) in leaves.items()})
+    differentiable = tuple(one.requires_grad for one in returned)
+    return Reference(tuple(one.detach() for one in returned), weights, gradients, differentiable)
+
+
+def _as_tuple(returned: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _gradients(objectives: Tensor, weights: Tensor, leaves: dict[int, Tensor]) -> dict[int, Tensor | None]:
-    if not objectives.requires_grad:
+def _gradients(
+    returned: Sequence[Tensor], weights: Sequence[Tensor], leaves: dict[int, Tensor]
+) -> dict[int, Tensor | None]:
+    reached = [(one, weight.to(one)) for one, weight in zip(returned, weights, strict=True) if one.requires_grad]
+    if not reached:
         return dict.fromkeys(leaves)
-    found = torch.autograd.grad(objectives, list(leaves.values()), (weights + 0.5).to(objectives), allow_unused=True)
+    outs, seeds = zip(*reached, strict=True)
+    found = torch.autograd.grad(outs, list(leaves.values()), seeds, allow_unused=True)
     return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(leaves, found, strict=True)}
 
 
@@ -154,7 +166,7 @@ def _refuse_wrappers(program: Program) -> None:
             )
 
 
-def _check_differentiable(objectives: Tensor, leaves: dict[int, tuple[str, Tensor]]) -> None:
+def _check_differentiable(returned: Sequence[Tensor], leaves: dict[int, tuple[str, Tensor]]) -> None:
     if not leaves:
         raise NoTrainableParameterError(
             "the model has no trainable parameters",
@@ -170,11 +182,11 @@ def _check_differentiable(objectives: Tensor, leaves: dict[int, tuple[str, Tenso
                 got=f"{name!r} of dtype {tensor.dtype}",
                 remedy="keep real and imaginary parts in a real parameter, and use torch.view_as_complex on it",
             )
-    if not objectives.requires_grad:
+    if not any(one.requires_grad for one in returned):
         raise ObjectiveError(
             "the objectives are not differentiable",
             expected="objectives that depend on trainable parameters by a differentiable path",
-            got=f"a tensor of shape {tuple(objectives.shape)} that does not require grad",
+            got=f"a tensor of shape {tuple(returned[0].shape)} that does not require grad",
             remedy="look for detach(), no_grad(), argmax or conversions to numbers in the model or the objective",
         )
 
@@ -194,29 +206,31 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
     leaves = trainable(program)
     tensors = [tensor.detach() for tensor in call.tensors]
     with autocast_off():
-        objectives = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))[0]
-    got = _gradients(objectives, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
-    if objectives.shape != reference.objectives.shape:
-        raise _mismatch("shape of the objectives", tuple(reference.objectives.shape), tuple(objectives.shape))
+        found = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))
+    returned = found[: len(reference.returned)]
+    got = _gradients(returned, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
+    for mine, other in zip(returned, reference.returned, strict=True):
+        if mine.shape != other.shape:
+            raise _mismatch("shape of the objectives", tuple(other.shape), tuple(mine.shape))
     tolerance = _tolerance(captured, program)
-    pairs = [("objectives", objectives.detach(), reference.objectives)]
-    pairs += [
+    for mine, other in zip(returned, reference.returned, strict=True):
+        _compare_group([("objectives", mine.detach(), other)], tolerance)
+    pairs = [
         (leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t))
         for k, (_, t) in leaves.items()
     ]
-    _compare_group(pairs[:1], tolerance)
-    _compare_group(pairs[1:], tolerance)
+    _compare_group(pairs, tolerance)
 
 
 def _tolerance(captured: Captured, program: Program) -> float:
     values = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
     tensors = [*(tensor for _, tensor in trainable(program).values()), *values]
-    return max(_TOLERANCE.get(tensor.dtype, 0.0) for tensor in tensors if isinstance(tensor, Tensor))
+    return max(TOLERANCE.get(tensor.dtype, 0.0) for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _probe(captured: Captured, program: Program, reference: Reference) -> Probe:
     squares = [float(g.double().square().sum()) for g in reference.gradients.values() if g is not None]
-    return Probe(reference.weights.flatten() + 0.5, sum(squares), _tolerance(captured, program))
+    return Probe(reference.weights[0].flatten(), sum(squares), _tolerance(captured, program))
 
 
 def probe_of(captured: Captured, program: Program, call: Call) -> Probe:
@@ -259,6 +273,8 @@ def _zero_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
 def _compare_group(pairs: Sequence[tuple[str, Tensor, Tensor]], tolerance: float) -> None:
     scale = max([_largest(want) for _, _, want in pairs], default=0.0)
     for name, got, want in pairs:
+        if not (want.is_floating_point() or want.is_complex()):
+            got, want = got.double(), want.double()
         # Infinite or undefined entries are the model's own and must stand in the same places.
         finite = torch.isfinite(want)
         same = torch.equal(torch.isfinite(got), finite)

@@ -49,7 +49,10 @@ class Probe:
 
 @dataclass
 class Captured:
-    """A graph ``(*slots) -> (objectives, *new values of the mutated slots)``, and how it was had."""
+    """A graph ``(*slots) -> (*returned, *new values of the mutated slots)``, and how it was had.
+
+    A program returns its objectives; a region of a model, several outputs, of which some are ``differentiable``.
+    """
 
     graph_module: GraphModule
     slots: tuple[Slot, ...]
@@ -57,6 +60,7 @@ class Captured:
     constants: tuple[Tensor, ...]
     method: Literal["export", "trace"]
     probe: Probe | None = None
+    differentiable: tuple[bool, ...] = (True,)
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""
@@ -79,9 +83,9 @@ def normal_form(
     constants: Sequence[Tensor] = (),
     method: Literal["export", "trace"] = "export",
 ) -> Captured:
-    """One placeholder a tensor, named after it; objectives first among the outputs; no views that need strides.
+    """One placeholder a tensor, named after it; what the program returns first; no views that need strides.
 
-    ``outputs[i]`` is the index of the slot whose new value output ``i`` is, or ``None`` for the objectives. Each
+    ``outputs[i]`` is the index of the slot whose new value output ``i`` is, or ``None`` for what is returned. Each
     placeholder's ``meta`` says what it is: ``parameter`` (its user's name, where trainable), ``batch_dim``, and
     ``requires_grad``.
     """
@@ -104,10 +108,10 @@ def normal_form(
     renewed = {
         keep.index(first[id(tensors[i])]): made[n] for n, i in zip(results, outputs, strict=True) if i is not None
     }
-    objectives = next(made[node] for node, index in zip(results, outputs, strict=True) if index is None)
+    returned = [made[node] for node, index in zip(results, outputs, strict=True) if index is None]
     for index in renewed:
         _refuse_mutation(slots[keep[index]], tensors[keep[index]])
-    graph.output((objectives, *renewed.values()))
+    graph.output((*returned, *renewed.values()))
     normal = GraphModule(torch.nn.Module(), graph)
     normal.graph.eliminate_dead_code()
     normal.recompile()

@@ -17,6 +17,8 @@ GramfxError
 
 CoupledObjectivesWarning       objectives are coupled; exact, at the price of more cotangents
 StaticBatchWarning             a symbolic batch was asked for and cannot be had
+DenseJacobianWarning           rows of the Jacobian are formed for some parameters; exact, and slow
+EagerRegionWarning             a part of a model compiled with backend="gramfx" runs as it is
 """
 
 
@@ -105,3 +107,11 @@ class CoupledObjectivesWarning(UserWarning):
 
 class StaticBatchWarning(UserWarning):
     """A symbolic batch was asked for and cannot be had: one capture per batch size."""
+
+
+class DenseJacobianWarning(UserWarning):
+    """Rows of the Jacobian are formed one by one, for parameters that several regions read, or code outside of them."""
+
+
+class EagerRegionWarning(UserWarning):
+    """A part of a model compiled with ``backend="gramfx"`` could not be captured, and runs uncompiled."""

@@ -23,6 +23,7 @@ from gramfx.passes.schedule import schedule
 from gramfx.passes.trace_axes import Coupling
 from gramfx.plan import Plan, Regime, Totals
 from gramfx.regimes import largest
+from gramfx.uses import Use
 
 #: The least default budget.
 LEAST_BUDGET = 64 * 2**20
@@ -63,6 +64,8 @@ class Lowering:
     kept: KeptGradient | None = None
     inserted: GraphModule | None = None
     coupling: Coupling | None = None
+    uses: list[Use] = field(default_factory=list)
+    symbolic: bool = False
     plain_peak: Callable[[int], int] = lambda batch: 0
     plain_flops: Callable[[int], int] = lambda batch: 0
 
@@ -85,7 +88,7 @@ def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Fitted:
     """The last three stages, the plan, and what is alive in the lowered graph."""
 
     gramian: GraphModule
@@ -95,7 +98,7 @@ class _Made:
     alive: Profile
 
 
-def _kept_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Planning) -> _Made | None:
+def _kept_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Planning) -> Fitted | None:
     """With the cotangents kept for the backward, if there is room for them."""
     given = planning.given
     if lowering.kept is None or (given is not None and given.gradient != "kept"):
@@ -105,18 +108,19 @@ def _kept_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Plann
     if after(batch) > bounds.limit(batch) or profile(gramian, batch).peak > bounds.limit(batch):
         return None
     try:
-        made = _within(gramian, batch, bounds, planning)
+        made = fitted(gramian, batch, bounds, planning)
     except MemoryBudgetError:
         return None
-    reach = largest(lambda size: after(size) <= bounds.limit(size), batch)
-    regime = made.plan.regime.within(Regime(1, reach))
+    regime = made.plan.regime
+    if regime.first != regime.last:
+        regime = regime.within(Regime(1, largest(lambda size: after(size) <= bounds.limit(size), batch)))
     plan = dataclasses.replace(made.plan, gradient="kept", saved=lowering.kept.kept(gramian, batch), regime=regime)
     return made if made.plan is given else dataclasses.replace(made, plan=plan)
 
 
-def _replayed_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Planning) -> _Made:
+def _replayed_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Planning) -> Fitted:
     """With no more kept than random draws."""
-    return _within(_returning(lowering, slice(0, len(lowering.draws))), batch, bounds, planning)
+    return fitted(_returning(lowering, slice(0, len(lowering.draws))), batch, bounds, planning)
 
 
 def _returning(lowering: Lowering, wanted: slice) -> GraphModule:
@@ -132,7 +136,7 @@ def _returning(lowering: Lowering, wanted: slice) -> GraphModule:
     return gramian
 
 
-def _within(gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning) -> _Made:
+def fitted(gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning) -> Fitted:
     """Planned and lowered; anew, with more room left free, until the lowered graph keeps the limit, since that copies
     where a plan saw a view."""
     scheduled = schedule(gramian)
@@ -155,7 +159,7 @@ def _within(gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning
         if made is None or plan is planning.given:
             raise _too_small(alive, bounds, batch)
         reserve += alive.peak - bounds.limit(batch)
-    return _Made(gramian, planned, lowered, plan, alive)
+    return Fitted(gramian, planned, lowered, plan, alive)
 
 
 def _too_small(alive: Profile, bounds: Bounds, batch: int) -> MemoryBudgetError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -14,11 +16,11 @@ from gramfx.baseline import plain_flops, plain_peak
 from gramfx.captured import Captured
 from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
 from gramfx.fitting import DEFAULT, Lowering, Planning, replanned
-from gramfx.gradients import kept_gradient
+from gramfx.gradients import kept_gradient, wanted_slots
 from gramfx.gramians import gramian_nodes, terms_of
-from gramfx.graph import placeholders, results, value, verify_functional, where
+from gramfx.graph import named, placeholders, results, value, verify_functional, where
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
-from gramfx.passes.differentiate import differentiate, verify_joint
+from gramfx.passes.differentiate import Joint, Seeded, differentiate, verify_joint
 from gramfx.passes.insert_gramians import insert_gramians, verify_gramian
 from gramfx.passes.separate_uses import separate_uses
 from gramfx.passes.trace_axes import Coupling, trace_axes, verify_batched
@@ -44,39 +46,64 @@ def lower(
     where a symbolic batch cannot be kept, and what :func:`replanned` raises.
     """
     done = Lowering()
-    symbolic = is_symbolic(batch_size)
+    done.stages["captured"] = captured.graph_module
+    verify_functional(captured.graph_module)
+    done.stages["canonical"] = canonicalize(captured.graph_module)
+    verify_canonical(done.stages["canonical"])
+    insert(done, batch_size, exact=exact)
+    report_coupling(done, coupled)
+    done = replanned(done, hint_of(1 if batch_size is None else batch_size), planning)
+    if done.symbolic and not is_symbolic(batch_size):
+        raise StaticBatchNeeded("an op of the model fixes the batch size")
+    return done
+
+
+def insert(
+    done: Lowering,
+    batch_size: int | torch.SymInt | None,
+    *,
+    exact: bool = True,
+    seeds: Mapping[str, int] = MappingProxyType({}),
+) -> Joint:
+    """Run the stages from the canonical graph on, until its Gramian is inserted.
+
+    seeds: placeholders that are cotangents, each of the result of this number, to take gradients from as well; then
+    these are returned last, and no gradient is kept. Raises :class:`StaticBatchNeeded` where a symbolic batch cannot
+    be kept.
+    """
     stages = done.stages
-    stages["captured"] = captured.graph_module
-    verify_functional(stages["captured"])
-    stages["canonical"] = canonicalize(stages["captured"])
-    verify_canonical(stages["canonical"])
+    done.symbolic = is_symbolic(batch_size)
     stages["separated"] = separate_uses(stages["canonical"])
     stages["batched"] = batched = copy.deepcopy(stages["separated"])
-    done.coupling = _trace(batched, batch_size)
+    done.coupling = trace_batch(batched, batch_size)
     rows = rows_of(batched, batch_size, done.coupling)
-    uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
+    done.uses = uses = uses_of(batched, done.coupling.coupled, rows) if _any_rows(batched) else []
     if any(use.coupled for use in uses) and is_symbolic(value(results(batched)[0]).numel()):
         raise StaticBatchNeeded("the objectives are coupled")
-    _report_coupling(done.coupling, uses, coupled)
-    joint = differentiate(batched, rows, *_taps(uses), _needed(batched, uses))
+    joint = differentiate(batched, rows, *_taps(uses), _needed(batched, uses), _seeded(batched, seeds))
     verify_joint(joint)
     stages["joint"] = joint.graph_module
     size = 1 if batch_size is None else batch_size
     done.draws = tuple(joint.random)
-    done.kept = kept_gradient(batched, joint, uses, rows, size)
+    done.kept = None if seeds else kept_gradient(batched, joint, uses, rows, size)
     saved = [joint.forward[name] for name in done.draws] + list(done.kept.saved if done.kept else ())
+    saved += [name for name in joint.gradients.values() if name]
     done.inserted = insert_gramians(joint, uses, rows, size, exact=exact, saved=saved)
     verify_gramian(done.inserted)
     terms = [terms_of(node) for node in gramian_nodes(done.inserted)]
     done.plain_peak = functools.cache(lambda batch: plain_peak(joint, uses, batch))
     done.plain_flops = lambda batch: plain_flops(joint, terms, batch)
-    done = replanned(done, _hint(size), planning)
-    if symbolic and not is_symbolic(batch_size):
-        raise StaticBatchNeeded("an op of the model fixes the batch size")
-    return done
+    return joint
 
 
-def _trace(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:
+def _seeded(graph_module: GraphModule, seeds: Mapping[str, int]) -> Seeded:
+    nodes, returned, inputs = named(graph_module), results(graph_module), placeholders(graph_module)
+    wanted = [inputs[index] for index in wanted_slots(graph_module)] if seeds else []
+    return Seeded(tuple(returned[i] for i in seeds.values()), tuple(nodes[name] for name in seeds), tuple(wanted))
+
+
+def trace_batch(graph_module: GraphModule, batch_size: int | torch.SymInt | None) -> Coupling:
+    """Write every value's dims as products of axes, from the inputs' batch dims; say what couples the first result."""
     inputs = placeholders(graph_module)
     dims = {n.name: n.meta["batch_dim"] for n in inputs if n.meta.get("batch_dim") is not None}
     learned = [node.name for node in inputs if "parameter" in node.meta]
@@ -130,9 +157,10 @@ def _needed(graph_module: GraphModule, uses: list[Use]) -> list[Node]:
     return [*placeholders(graph_module), *nodes]
 
 
-def _report_coupling(coupling: Coupling, uses: list[Use], wanted: str) -> None:
+def report_coupling(done: Lowering, wanted: str) -> None:
     """Say which op couples the samples, where some use pays for it."""
-    first = coupling.first
+    uses = done.uses
+    first = done.coupling.first if done.coupling else None
     if first is None or not any(use.coupled for use in uses):
         return
     many = sum(use.coupled for use in uses)
@@ -151,5 +179,6 @@ def _report_coupling(coupling: Coupling, uses: list[Use], wanted: str) -> None:
     warn_user(CoupledObjectivesWarning(message))
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def hint_of(size: int | torch.SymInt) -> int:
+    """The number that a symbolic size was traced at."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

@@ -44,7 +44,7 @@ def crossings(difference: sympy.Poly, at: int) -> tuple[int, int | None]:
 
 def largest(fits: Callable[[int], bool], at: int) -> int | None:
     """The largest batch size that fits, from one that does, by doubling and halving; ``None`` up to ``LARGEST``."""
-    low, high = at, 2 * at
+    low, high = at, max(1, 2 * at)
     while fits(high):
         low, high = high, 2 * high
         if high > LARGEST:

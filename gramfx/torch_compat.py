@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch._decomp
+import torch._functorch.config
 import torch.export
 import torch.nn.utils.rnn
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ __all__ = [
     "ambient_state",
     "autocast_off",
     "compile_graph",
+    "compile_plain",
     "contiguous",
     "data_dependent",
     "export_program",
@@ -64,6 +66,7 @@ __all__ = [
     "same_shape",
     "same_size",
     "size_conditions",
+    "source_name",
     "trace",
     "tracing_quirks",
 ]
@@ -392,6 +395,21 @@ def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., A
 
         compiled: Any = compile_fx(graph_module, fakes, config_patches=options or None)
         return compiled
+
+
+def compile_plain(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor's compilation of a Dynamo graph. Its backward may run more than once."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        compiled: Any = compile_fx(graph_module, example_inputs)
+        return compiled
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """Where Dynamo found the value of a placeholder, as ``L['self']._modules['fc']._parameters['weight']``."""
+    source = getattr(node, "_dynamo_source", None)
+    return "" if source is None else str(source.name() if callable(source.name) else source.name)
 
 
 def product_flops(op: Any, args: Any, kwargs: Any, result: Any) -> Any:

@@ -76,7 +76,7 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
     fakes = new_fake_inputs(real, dims, dynamic)
     names = [name for name, _ in state]
 
-    def run(*tensors: Tensor) -> Tensor:
+    def run(*tensors: Tensor) -> Any:
         leaves = [t.detach().requires_grad_(r.requires_grad) for t, r in zip(tensors, real, strict=True)]
         with _MarkStops():
             return torch.func.functional_call(
@@ -114,7 +114,7 @@ def _separate_mutations(graph_module: GraphModule) -> list[int | None]:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     copies = [node for node in graph.nodes if node.target is aten.copy_.default]
     output = next(node for node in graph.nodes if node.op == "output")
-    objectives = output.args[0]
+    returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
     renewed: list[int | None] = []
     values: list[Node] = []
     for copy in copies:
@@ -124,8 +124,8 @@ def _separate_mutations(graph_module: GraphModule) -> list[int | None]:
         values.append(copy.args[1])
         copy.replace_all_uses_with(copy.args[1])
         graph.erase_node(copy)
-    output.args = ((objectives, *values),)
-    return [None, *renewed]
+    output.args = ((*returned, *values),)
+    return [*(None for _ in returned), *renewed]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,8 @@ class Joint:
 
     ``single`` and ``full`` map tapped forward nodes to their cotangents, one per objective of a sample or one per
     objective of all; ``forward`` maps forward nodes to joint nodes. ``mutated`` counts the outputs after the
-    objectives; ``random`` names the forward nodes that were drawn. ``plain`` is the forward and backward with one
+    objectives; ``random`` names the forward nodes that were drawn; ``gradients`` maps placeholders to their gradients,
+    ``None`` where they have none. ``plain`` is the forward and backward with one
     cotangent; ``plain_forward`` and ``tapped`` map forward nodes, and tapped ones to their cotangents, to its nodes;
     ``returned`` names the forward nodes that are results.
     """
@@ -45,33 +46,51 @@ class Joint:
     forward: dict[str, str] = field(default_factory=dict)
     mutated: int = 0
     random: list[str] = field(default_factory=list)
+    gradients: dict[str, str | None] = field(default_factory=dict)
     plain: GraphModule = field(default_factory=lambda: GraphModule(torch.nn.Module(), Graph()))
     plain_forward: dict[str, str] = field(default_factory=dict)
     tapped: dict[str, str] = field(default_factory=dict)
     returned: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Seeded:
+    """Gradients to take beside the cotangents: of the placeholders ``wanted``, from the nodes ``returned`` with the
+    placeholders ``seeds`` for their cotangents."""
+
+    returned: tuple[Node, ...] = ()
+    seeds: tuple[Node, ...] = ()
+    wanted: tuple[Node, ...] = ()
+
+
 def differentiate(
-    graph_module: GraphModule, rows: Rows, single: Sequence[Node], full: Sequence[Node], needed: Sequence[Node]
+    graph_module: GraphModule,
+    rows: Rows,
+    single: Sequence[Node],
+    full: Sequence[Node],
+    needed: Sequence[Node],
+    seeded: Seeded = Seeded(),
 ) -> Joint:
     """Add the cotangents of the nodes ``single`` and ``full``; keep the forward values ``needed``.
 
     single: nodes that one backward pass per objective of a sample serves, cotangents ``[K, *shape]`` (``K = before *
     after``; no leading dim where it is 1). full: nodes that need one pass per objective, cotangents ``[m, *shape]``.
-    Nodes that no gradient reaches have no entry in the result. Exact up to the order of summation.
+    Nodes that no gradient reaches have no entry in the result. seeded: gradients to take as well. Exact up to the order
+    of summation.
     """
     taps = list(dict.fromkeys([*single, *full]))
     draws = [node for node in graph_module.graph.nodes if is_random(node)]
-    keep = list(dict.fromkeys([*results(graph_module), *needed, *_drawn(draws)]))
+    keep = list(dict.fromkeys([*results(graph_module), *needed, *_drawn(draws), *seeded.returned]))
     # The fused attention has no batching rule for its backward.
     several = bool(full) or rows.before * rows.after > 1
     with sdpa_kernel(SDPBackend.MATH) if several else contextlib.nullcontext():
-        traced, reached = _trace_once(graph_module, taps, keep)
+        traced, reached, graded = _trace_once(graph_module, taps, keep, seeded)
     tangent = placeholders(traced)[-1]
     behind = _depends_on(traced, tangent)
     returned = results(traced)
     forward = {node.name: returned[i].name for i, node in enumerate(keep) if isinstance(returned[i], Node)}
-    tapped = dict(zip(reached, returned[len(keep) :], strict=True))
+    ends = len(keep) + len(reached)
+    tapped = dict(zip(reached, returned[len(keep) : ends], strict=True))
     graph, mapping = _forward_half(traced, behind, tangent)
     joint = Joint(GraphModule(torch.nn.Module(), graph), rows, random=[node.name for node in _drawn(draws)])
     joint.plain, joint.plain_forward = traced, dict(forward)
@@ -82,6 +101,8 @@ def differentiate(
         if mapping[at[place]].op == "call_function":
             rename(mapping[at[place]], name)
         joint.forward[name] = mapping[at[place]].name
+    joint.gradients = dict.fromkeys(node.name for node in seeded.wanted)
+    joint.gradients |= {node.name: mapping[made].name for node, made in zip(graded, returned[ends:], strict=True)}
     joint.mutated = len(results(graph_module)) - 1
     objectives = value(results(graph_module)[0])
     outputs = [named(joint.graph_module)[joint.forward[node.name]] for node in results(graph_module)]
@@ -91,7 +112,9 @@ def differentiate(
             back = _backward_half(traced, behind, tangent, [tapped[node] for node in wanted])
             seeds = _seeds(rows if part == "single" else Rows(math.prod(objectives.shape), 1, False))
             outputs += _append(joint.graph_module, back, mapping, seeds, wanted, store, outputs[0])
-    kept = [named(joint.graph_module)[name] for name in joint.forward.values()]
+    kept = [
+        named(joint.graph_module)[name] for name in (*joint.forward.values(), *filter(None, joint.gradients.values()))
+    ]
     joint.graph_module.graph.output((*outputs, *kept))
     joint.graph_module.graph.eliminate_dead_code()
     joint.graph_module.recompile()
@@ -137,31 +160,42 @@ def _folded_linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return flat.reshape(*source.shape[:-1], *weight.shape[:-1])
 
 
-def _trace_once(graph_module: GraphModule, taps: list[Node], keep: list[Node]) -> tuple[GraphModule, list[Node]]:
-    """``(*inputs, tangent) -> (*kept values, *cotangents of the taps that a gradient reaches)``."""
-    fakes = [contiguous(value(node)) for node in placeholders(graph_module)]
+def _trace_once(
+    graph_module: GraphModule, taps: list[Node], keep: list[Node], seeded: Seeded
+) -> tuple[GraphModule, list[Node], list[Node]]:
+    """``(*inputs, tangent) -> (*kept values, *cotangents of the taps that a gradient reaches, *gradients)``.
+
+    Also which taps, and which of the placeholders wanted, a gradient reaches.
+    """
+    inputs = placeholders(graph_module)
+    fakes = [contiguous(value(node)) for node in inputs]
     reached: list[Node] = []
+    graded: list[Node] = []
 
     def run(*arguments: Any) -> tuple[Any, ...]:
-        *inputs, tangent = arguments
+        *given, tangent = arguments
+        held = dict(zip(inputs, map(_constant, given), strict=True))
+        for node in seeded.wanted:
+            held[node].requires_grad_()
         with torch.enable_grad():
             tapped = _Tapped(graph_module, taps, keep)
-            tapped.run(*(_constant(argument) for argument in inputs))
-            objectives = tapped.values[keep[0]]
-            tensors = [tapped.values[node] for node in taps]
-            found = _cotangents(objectives, tensors, tangent)
+            tapped.run(*held.values())
+            found = _cotangents([tapped.values[keep[0]]], [tapped.values[node] for node in taps], [tangent])
+            returned, seeds = [tapped.values[node] for node in seeded.returned], [held[node] for node in seeded.seeds]
+            gradients = _cotangents(returned, [held[node] for node in seeded.wanted], seeds)
         reached[:] = [node for node, cotangent in zip(taps, found, strict=True) if cotangent is not None]
+        graded[:] = [node for node, made in zip(seeded.wanted, gradients, strict=True) if made is not None]
         kept = [pytree.tree_map(_constant, tapped.values[node]) for node in keep]
-        return (*kept, *(cotangent for cotangent in found if cotangent is not None))
+        return (*kept, *(made for made in (*found, *gradients) if made is not None))
 
     with fake_mode_of(graph_module):
         seed = torch.ones_like(value(keep[0]).detach())
     traced = _without_stops(trace(run, [*fakes, seed]))
-    for node, source in zip(placeholders(traced), placeholders(graph_module), strict=False):
+    for node, source in zip(placeholders(traced), inputs, strict=False):
         rename(node, source.name)
         node.target = node.name
         node.meta.update({key: held for key, held in source.meta.items() if key != "val"})
-    return traced, reached
+    return traced, reached, graded
 
 
 def _without_stops(traced: GraphModule) -> GraphModule:
@@ -173,10 +207,14 @@ def _without_stops(traced: GraphModule) -> GraphModule:
     return traced
 
 
-def _cotangents(objectives: Tensor, tensors: list[Tensor], tangent: Tensor) -> Sequence[Tensor | None]:
-    if not objectives.requires_grad or not tensors:
+def _cotangents(
+    outputs: Sequence[Tensor], tensors: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    pairs = [(out, tangent) for out, tangent in zip(outputs, tangents, strict=True) if out.requires_grad]
+    if not pairs or not tensors:
         return [None] * len(tensors)
-    return torch.autograd.grad(objectives, tensors, tangent, allow_unused=True)
+    outs, seeds = zip(*pairs, strict=True)
+    return torch.autograd.grad(outs, tensors, seeds, retain_graph=True, allow_unused=True)
 
 
 def _constant(held: Any) -> Any:
