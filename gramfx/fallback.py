@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gramfx.axes import Loc
 from gramfx.graph import ancestors, arguments, value
-from gramfx.torch_compat import contiguous, repeated, trace
+from gramfx.torch_compat import FakeTensor, contiguous, repeated, trace
 from gramfx.uses import Rows, Use
 
 Traceable = Callable[..., Any]
@@ -75,6 +75,18 @@ def rows_of_node(use: Use, rows: Rows, batch_size: int | torch.SymInt) -> Callab
         return made.reshape(-1, *made.shape[3:])
 
     return run
+
+
+def reaching(use: Use) -> list[Node]:
+    """The taps that depend on the operand by a differentiable path."""
+    inputs = list(use.op.all_input_nodes)
+    held = [contiguous(value(node)) for node in inputs]
+    mode = next(one.fake_mode for one in held if isinstance(one, FakeTensor))
+    with mode:
+        outs, _ = _differentiated(
+            lambda *values: outputs_of(use, dict(zip(inputs, values, strict=True))), held, [inputs.index(use.operand)]
+        )
+    return [tap for tap, out in zip(use.taps, outs, strict=True) if out.requires_grad]
 
 
 def _differentiated(function: Traceable, held: list[Any], at: list[int]) -> tuple[Any, list[Tensor]]:

@@ -42,17 +42,18 @@ def gramian(
             got=f"{type(objectives).__name__} without grad_fn",
             remedy="call the model with gradients enabled, and gramian before backward frees the graph",
         )
+    if not objectives.numel():
+        return objectives.new_zeros(0, 0)
     nodes, outside = reached_from(objectives)
     wanted = None if parameters is None else {id(parameter) for parameter in parameters}
     everywhere = [parameter for node in nodes for parameter in node.parameters.values()]
     known = {id(p): p for p in (*everywhere, *outside.values())}
     kept = {key: p for key, p in known.items() if wanted is None or key in wanted}
-    if not kept:
+    if wanted is None and not kept:
         raise InputError(
-            "the objectives depend on none of the parameters",
-            expected="objectives computed with the compiled model",
-            got=f"{len(known)} other parameters behind them",
-            remedy="compute the objectives after the model was compiled, or after the Engine was made",
+            "the objectives depend on no parameter",
+            expected="objectives computed with a compiled model that has trainable parameters",
+            got="none behind them",
         )
     counts = [id(parameter) for parameter in everywhere]
     dense = {key: p for key, p in kept.items() if key in outside or counts.count(key) > 1}

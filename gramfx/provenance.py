@@ -27,7 +27,12 @@ class Provenance:
 
 
 #: Ops that draw random numbers only where this argument is not zero.
-_DROPOUT_ARGUMENT = {torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p")}
+_DROPOUT_ARGUMENT = {
+    torch.ops.aten.scaled_dot_product_attention.default: (4, "dropout_p"),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (3, "dropout_p"),
+    torch.ops.aten._scaled_dot_product_flash_attention.default: (3, "dropout_p"),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: (5, "dropout_p"),
+}
 
 
 def is_random(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch._decomp
+import torch._dynamo
 import torch._functorch.config
 import torch.export
 import torch.nn.utils.rnn
@@ -47,6 +49,7 @@ __all__ = [
     "ambient_state",
     "autocast_off",
     "compile_graph",
+    "compile_in_place",
     "compile_plain",
     "contiguous",
     "data_dependent",
@@ -404,6 +407,33 @@ def compile_plain(graph_module: GraphModule, example_inputs: Sequence[Any]) -> C
     with torch._functorch.config.patch(donated_buffer=False):
         compiled: Any = compile_fx(graph_module, example_inputs)
         return compiled
+
+
+def compile_in_place(module: nn.Module, backend: str, options: dict[str, Any]) -> None:
+    """Let calls of ``module`` go through ``torch.compile``; an outer compilation breaks its graph there."""
+    # Imported here: it takes a second.
+    import torch._dynamo as dynamo
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(module, OptimizedModule):
+        found: Any = dynamo.lookup_backend(backend)
+        context: Any = dynamo.optimize(backend=functools.partial(found, options=options))
+        module.dynamo_ctx = context
+        module._initialize()
+        return
+    # Not module.compile(), which does nothing for classes of torch's own, as Sequential.
+    plain = module._call_impl
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    compiled: Any = torch.compile(body, backend=backend, options=options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    # Of this function, not of the compiled one, which would be unwrapped to what was compiled.
+    module._compiled_call_impl = dynamo.disable(call, recursive=False)
 
 
 def source_name(node: torch.fx.Node) -> str:

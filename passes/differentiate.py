@@ -97,10 +97,11 @@ def differentiate(
     joint.tapped = {node.name: cotangent.name for node, cotangent in tapped.items()}
     joint.returned = [node.name for node in (*results(graph_module), *_drawn(draws))]
     at = named(traced)
-    for name, place in forward.items():
+    for name, place in reversed(forward.items()):
+        # Without the stops two forward nodes may be one node here: it has the name of the first.
         if mapping[at[place]].op == "call_function":
             rename(mapping[at[place]], name)
-        joint.forward[name] = mapping[at[place]].name
+    joint.forward = {name: mapping[at[place]].name for name, place in forward.items()}
     joint.gradients = dict.fromkeys(node.name for node in seeded.wanted)
     joint.gradients |= {node.name: mapping[made].name for node, made in zip(graded, returned[ends:], strict=True)}
     joint.mutated = len(results(graph_module)) - 1

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from gramfx.emit import parameter_rows
 from gramfx.errors import VerificationError
-from gramfx.fallback import Maker, Part, inputs_behind, parameters_behind, rows_of_node, rows_through
+from gramfx.fallback import Maker, Part, inputs_behind, parameters_behind, reaching, rows_of_node, rows_through
 from gramfx.forms import OneHot
 from gramfx.graph import Builder, inline, named, output_node, rename, results, target_name, value
 from gramfx.ops import GRAMIAN
@@ -105,7 +105,7 @@ class _Insertion:
         return term, [*tensors, ids]
 
     def _rows_of_node(self, use: Use, store: dict[str, str]) -> tuple[RowsOf, list[Node]]:
-        tapped = [tap for tap in use.taps if tap.name in store]
+        tapped = [tap for tap in reaching(use) if tap.name in store]
         use = dataclasses.replace(use, taps=tuple(tapped))
         inputs = [self._joint(node) for node in use.op.all_input_nodes]
         cotangents = [self.nodes[store[tap.name]] for tap in tapped]

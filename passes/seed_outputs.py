@@ -40,7 +40,9 @@ def seed_outputs(graph_module: GraphModule, outputs: Sequence[int], places: Plac
     returned = results(graph_module)
     if not places.batched:
         for node in placeholders(graph_module):
-            node.meta["batch_dim"] = None
+            # Parameters and buffers have no such entry, which is what tells them from data.
+            if "batch_dim" in node.meta:
+                node.meta["batch_dim"] = None
     build = Builder(output_node(graph_module))
     summands = []
     for number, (index, dim) in enumerate(zip(outputs, places.dims, strict=True)):
