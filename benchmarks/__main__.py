@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import batch, budget, choice, memory, step
+from benchmarks import batch, budget, choice, descent, memory, step
 from benchmarks.common import Row
 
-MODULES = (memory, batch, step, budget, choice)
+MODULES = (memory, batch, step, descent, budget, choice)
 
 
 def main() -> None:
