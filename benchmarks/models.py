@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +60,11 @@ def alexnet(batch: int = 32) -> Workload:
     return Workload(model, (torch.randn(batch, 3, 224, 224),), torch.randint(1000, (batch,)), cross_entropy)
 
 
-def transformer(batch: int = 8) -> Workload:
+def transformer(batch: int = 8, dropout: float = 0.1) -> Workload:
     """``nn.Transformer`` as it comes, from 10 tokens to 20."""
     source, target = torch.randn(batch, 10, 512), torch.randn(batch, 20, 512)
-    return Workload(nn.Transformer(batch_first=True), (source, target), torch.randn(batch, 20, 512), squared_error)
+    model = nn.Transformer(batch_first=True, dropout=dropout)
+    return Workload(model, (source, target), torch.randn(batch, 20, 512), squared_error)
 
 
 def mlp(batch: int = 64) -> Workload:
@@ -127,11 +129,13 @@ SMALL: dict[str, Callable[..., Workload]] = {
     "tokens": tokens,
     "weight_normed": weight_normed,
 }
+#: For peers that cannot draw random numbers.
+CALM: dict[str, Callable[..., Workload]] = {"transformer_without_dropout": partial(transformer, dropout=0.0)}
 
 
 def workload(name: str, batch: int | None = None, device: str = "cpu") -> Workload:
     """A model by name, the same at every call; ``batch``: the model's own by default."""
     torch.manual_seed(0)
-    make = {**MODELS, **SMALL}[name]
+    make = {**MODELS, **SMALL, **CALM}[name]
     with torch.device(device):
         return make() if batch is None else make(batch)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.fallback import outputs_of
 from gramfx.graph import named, placeholders, results, value
-from gramfx.memory import nbytes, profile, storages
+from gramfx.memory import Storage, nbytes, profile, storages
 from gramfx.passes.differentiate import Joint
 from gramfx.torch_compat import contiguous, fake_mode_of, trace
 from gramfx.uses import Rows, Use
@@ -39,14 +39,24 @@ class KeptGradient:
 
     def peak(self, step: GraphModule, batch: int) -> int:
         """Bytes alive above parameters and inputs while it runs, gradients included, after a ``step`` that returns what
-        is saved last."""
-        return self.kept(step, batch) + profile(self.graph_module, batch).peak
+        is saved last; that is freed as it is used."""
+        inputs = placeholders(self.graph_module)
+        freed = inputs[len(inputs) - 1 - len(self.saved) : -1]
+        counted = [node for node, own in zip(freed, self._own(step), strict=True) if own]
+        return profile(self.graph_module, batch, freed=counted).peak
 
     def kept(self, step: GraphModule, batch: int) -> int:
         """Bytes that stay alive between the step and its backward."""
-        held = storages(step)
-        saved = results(step)[len(results(step)) - len(self.saved) :]
-        return sum(nbytes(one, batch) for one in {s for node in saved for s in held[node] if s[0].op != "placeholder"})
+        return sum(nbytes(storage, batch) for storages_of in self._own(step) for storage in storages_of)
+
+    def _own(self, step: GraphModule) -> list[list[Storage]]:
+        """The memory of what is saved, each only once, and none of the inputs'."""
+        held, seen = storages(step), set[Storage]()
+        found = []
+        for node in results(step)[len(results(step)) - len(self.saved) :]:
+            found.append([one for one in held[node] if one[0].op != "placeholder" and one not in seen])
+            seen |= set(found[-1])
+        return found
 
 
 def wanted_slots(graph_module: GraphModule) -> list[int]:
@@ -78,10 +88,16 @@ def kept_gradient(
         *given, seed = tensors
         slots = [_leaf(tensor, index in wanted) for index, tensor in enumerate(given[: len(inputs)])]
         held = dict(zip(names, given[len(inputs) :], strict=True))
-        with torch.enable_grad():
-            values = _Values(dict(zip(inputs, slots, strict=True)), held, joint.forward)
-            pairs = [pair for group in groups for pair in work.pairs(group, values, seed)]
-            return _gradients(pairs, [slots[index] for index in wanted])
+        leaves = [slots[index] for index in wanted]
+        values = _Values(dict(zip(inputs, slots, strict=True)), held, joint.forward)
+        total: list[Tensor | None] = [None] * len(leaves)
+        work.scales.clear()
+        # One after the other, so that no more than one use's scaled cotangents are alive.
+        for group in groups:
+            with torch.enable_grad():
+                found = _gradients(work.pairs(group, values, seed), leaves)
+            total = [_sum(before, one) for before, one in zip(total, found, strict=True)]
+        return [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(total, leaves, strict=True)]
 
     traced = trace(run, [*fakes, weights])
     return _trimmed(traced, len(inputs), names)
@@ -91,14 +107,17 @@ def _leaf(held: Any, wanted: bool) -> Any:
     return held.detach().requires_grad_() if wanted else held
 
 
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of the leaves, from outputs and their cotangents; zeros where nothing depends on a leaf."""
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of the leaves, from outputs and their cotangents."""
     reached = [(out, cotangent) for out, cotangent in pairs if out.requires_grad]
     if not reached:
-        return [torch.zeros_like(leaf) for leaf in leaves]
+        return [None] * len(leaves)
     outs, cotangents = zip(*reached, strict=True)
-    found = torch.autograd.grad(outs, leaves, cotangents, allow_unused=True)
-    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+    return torch.autograd.grad(outs, leaves, cotangents, retain_graph=True, allow_unused=True)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
 
 
 def _trimmed(traced: GraphModule, slots: int, names: Sequence[str]) -> KeptGradient:
@@ -123,6 +142,7 @@ class _Weighted:
     def __init__(self, joint: Joint, uses: Sequence[Use], rows: Rows, batch_size: int | torch.SymInt) -> None:
         self.joint, self.uses, self.rows, self.batch_size = joint, uses, rows, batch_size
         self.own = {node for use in uses for node in (use.clone, use.operand)}
+        self.scales: dict[Any, Tensor] = {}
 
     def grouped(self) -> list[Group]:
         """Uses that one differentiation serves: those that read one op and need the same cotangents."""
@@ -170,11 +190,19 @@ class _Weighted:
             return torch.tensordot(weights.reshape(-1).to(lead.dtype), lead, 1)
         dim, inner = self._place(use, tap)
         count, size = lead.shape[0], lead.shape[dim + 1]
-        each = weights.reshape(self.rows.before, -1, self.rows.after).transpose(1, 2).reshape(count, 1, -1, 1)
-        outer = size // (each.shape[2] * inner)
-        along = each.expand(count, outer, each.shape[2], inner).reshape(count, size)
-        shape = (count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2))
-        return (lead * along.reshape(shape)).sum(0) if count > 1 else lead[0] * along.reshape(shape[1:])
+        along = self._along(weights, count, size, inner).reshape(
+            count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2)
+        )
+        return (lead * along).sum(0) if count > 1 else lead[0] * along[0]
+
+    def _along(self, weights: Tensor, count: int, size: Any, inner: int) -> Tensor:
+        """The weights of ``count`` objectives a sample, as often as a sample has entries along a dim."""
+        key = (count, size.node.expr if isinstance(size, torch.SymInt) else size, inner)
+        if key not in self.scales:
+            each = weights.reshape(self.rows.before, -1, self.rows.after).transpose(1, 2).reshape(count, 1, -1, 1)
+            outer = size // (each.shape[2] * inner)
+            self.scales[key] = each.expand(count, outer, each.shape[2], inner).reshape(count, size)
+        return self.scales[key]
 
     def _place(self, use: Use, tap: Node) -> tuple[int, int]:
         """The dim of a cotangent that holds the samples, and how many entries each has in a row there."""
@@ -238,6 +266,7 @@ def replayed_gradient(graph_module: GraphModule, draws: Sequence[str]) -> tuple[
         with torch.enable_grad():
             replay = _Replayed(graph_module, dict(zip(drawn, given[len(inputs) :], strict=True)))
             objectives = replay.run(*leaves)[0]
-            return _gradients([(objectives, seed)], [leaves[index] for index in wanted])
+            found = _gradients([(objectives, seed)], [leaves[index] for index in wanted])
+        return [torch.zeros_like(leaves[i]) if g is None else g for g, i in zip(found, wanted, strict=True)]
 
     return run, [*fakes, weights]

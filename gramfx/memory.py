@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,10 +54,12 @@ def profile(
     batch: int,
     added: Mapping[Node, Added] | None = None,
     kept: Sequence[Node] | None = None,
+    freed: Collection[Node] = (),
 ) -> Profile:
     """Follow allocations and last uses, as generated code frees at the last use; symbolic sizes at ``batch``.
 
-    kept: what is alive at the end, by default all that the graph returns.
+    kept: what is alive at the end, by default all that the graph returns. freed: placeholders that count, until their
+    last use.
     """
     added = added or {}
     held = storages(graph_module)
@@ -69,7 +71,7 @@ def profile(
     for node in results(graph_module) if kept is None else kept:
         for storage in held[node] if isinstance(node, Node) else ():
             last.pop(storage, None)
-    return _walk(graph_module, batch, added, held, last)
+    return _walk(graph_module, batch, added, held, last, freed)
 
 
 def _walk(
@@ -78,9 +80,10 @@ def _walk(
     added: Mapping[Node, Added],
     held: Mapping[Node, list[Storage]],
     last: Mapping[Storage, Node],
+    freed: Collection[Node],
 ) -> Profile:
     found = Profile()
-    alive = 0
+    alive = sum(nbytes(storage, batch) for node in freed for storage in held[node])
     dying: dict[Node, list[Storage]] = {}
     for storage, node in last.items():
         dying.setdefault(node, []).append(storage)
@@ -91,7 +94,7 @@ def _walk(
         found.before[node] = alive
         alive += sum(nbytes(s, batch) for s in held[node] if s[0] is node) + more.kept
         found.during[node] = alive + more.scratch
-        alive -= sum(nbytes(s, batch) for s in dying.get(node, ()) if s[0].op != "placeholder")
+        alive -= sum(nbytes(s, batch) for s in dying.get(node, ()) if s[0].op != "placeholder" or s[0] in freed)
     return found
 
 

@@ -18,8 +18,10 @@ from gramfx.plan import Plan
 from gramfx.program import Program
 from gramfx.torch_compat import (
     autocast_off,
+    boxed,
     compile_graph,
     fake_batch_size,
+    graph_kept,
     is_symbolic,
     trace,
 )
@@ -31,7 +33,7 @@ Runnable = Callable[..., Any]
 class Compiled:
     """One lowered capture, ready to run on the tensors of its slots.
 
-    Its gradient, ``(*slots, *saved, weights) -> gradients``, is compiled at the first backward.
+    Its gradient, ``[*slots, *saved, weights] -> gradients``, is compiled at the first backward.
     """
 
     captured: Captured
@@ -69,20 +71,28 @@ class Compiled:
         """From what was kept, or replayed, as planned; made when first asked for."""
         if self._gradient is None:
             kept = self.lowering.kept if self.plan.gradient == "kept" else None
-            self._gradient = self._runnable(kept.graph_module) if kept else self._replayed()
+            self._gradient = self._boxed(kept.graph_module) if kept else self._replayed()
         return self._gradient
+
+    def _boxed(self, graph_module: GraphModule) -> Runnable:
+        """Takes its arguments in a list, which it empties, so that op by op they are freed at their last use."""
+        if not self.use_inductor:
+            return boxed(graph_module)
+        compiled = self._runnable(graph_module)
+        # Inductor takes the strides of the trace for granted.
+        return lambda tensors: compiled(*(tensor.contiguous() for tensor in tensors))
 
     def _replayed(self) -> Runnable:
         """Traced and compiled as the step is; a symbolic batch that a trace cannot keep is replayed op by op."""
         replay, fakes = replayed_gradient(self.lowering.stages["canonical"], self.lowering.draws)
         size = fake_batch_size(self.lowering.stages["canonical"])
         if not is_symbolic(size):
-            return self._runnable(trace(replay, fakes))
+            return self._boxed(trace(replay, fakes))
         try:
             traced = trace(replay, fakes)
         except Exception:
-            return replay
-        return self._runnable(traced) if is_symbolic(size) else replay
+            traced = None
+        return self._boxed(traced) if traced and is_symbolic(size) else lambda tensors: replay(*tensors)
 
 
 class _Objectives(torch.autograd.Function):
@@ -96,17 +106,26 @@ class _Objectives(torch.autograd.Function):
             before = {index: given[index].clone() for index in mutated}
             for index, new in zip(mutated, rest, strict=False):
                 given[index].copy_(new)
-        kept = [before.get(index, tensor) for index, tensor in enumerate(tensors)]
-        ctx.compiled = compiled
-        ctx.save_for_backward(*kept, *rest[len(mutated) :])
+        saved = [before.get(index, tensor) for index, tensor in enumerate(tensors)] + list(rest[len(mutated) :])
+        # What no input shares memory with is nobody else's: it is freed as the backward uses it.
+        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        ctx.own = {
+            index: tensor
+            for index, tensor in enumerate(saved)
+            if index >= len(tensors) and tensor.untyped_storage().data_ptr() not in shared
+        }
+        ctx.count, ctx.compiled = len(saved), compiled
+        ctx.save_for_backward(*(tensor for index, tensor in enumerate(saved) if index not in ctx.own))
         ctx.mark_non_differentiable(gramian)
         return objectives, gramian
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weights: Tensor, _: Tensor) -> tuple[Any, ...]:
-        # Inductor takes the strides of the trace for granted; op by op, copies would only cost memory.
-        saved = [t.detach().contiguous() if ctx.compiled.use_inductor else t.detach() for t in ctx.saved_tensors]
+        others = iter(ctx.saved_tensors)
+        saved = [(ctx.own[index] if index in ctx.own else next(others)).detach() for index in range(ctx.count)]
+        if not graph_kept():
+            ctx.own = {}
         with torch.no_grad(), autocast_off():
-            gradients = ctx.compiled.gradient(*saved, weights.contiguous())
+            gradients = ctx.compiled.gradient([*saved, weights.contiguous()])
         return (None, None, *gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import warnings
@@ -33,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     free_unbacked_symbols,
 )
+from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
@@ -48,6 +50,7 @@ __all__ = [
     "OutputKind",
     "ambient_state",
     "autocast_off",
+    "boxed",
     "compile_graph",
     "compile_in_place",
     "compile_plain",
@@ -58,6 +61,7 @@ __all__ = [
     "fake_mode_of",
     "flat_weights_kept",
     "functorch_levels_closed",
+    "graph_kept",
     "in_functorch",
     "is_symbolic",
     "is_wrapped",
@@ -434,6 +438,19 @@ def compile_in_place(module: nn.Module, backend: str, options: dict[str, Any]) -
 
     # Of this function, not of the compiled one, which would be unwrapped to what was compiled.
     module._compiled_call_impl = dynamo.disable(call, recursive=False)
+
+
+def boxed(graph_module: GraphModule) -> Callable[[list[Any]], Any]:
+    """The same program, given its arguments in a list, which it empties: they are freed at their last use."""
+    made = copy.deepcopy(graph_module)
+    made.graph.set_codegen(_BoxedCodeGen())
+    made.recompile()
+    return made
+
+
+def graph_kept() -> bool:
+    """Whether the backward pass that is running was asked to retain the graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def source_name(node: torch.fx.Node) -> str:
