@@ -15,7 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def test_there_are_examples() -> None:
     """An empty folder would pass unseen."""
-    assert [path.stem for path in EXAMPLES] == ["multi_task", "ntk", "per_sample_norms"]
+    assert [path.stem for path in EXAMPLES] == ["jacobian_descent", "multi_task", "ntk", "per_sample_norms", "pinn"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -32,9 +32,11 @@ def test_example_runs_from_anywhere(path: Path, tmp_path: Path) -> None:
 def test_readme_code_and_dumps_are_true() -> None:
     """The example runs, and the stages that the README shows are its stages."""
     text = (ROOT / "README.md").read_text()
-    code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
+    for other in others:
+        exec(other, {})
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
     dumps = [dump.splitlines() for dump in re.findall(r"\n\n```\n(.*?)\n```", text, re.DOTALL)[:3]]
     planned = dumps.pop()
