@@ -15,6 +15,8 @@ from gramfx.autograd import Region
 from gramfx.capture import capture
 from gramfx.errors import EagerRegionWarning, InputError
 from gramfx.fitting import Planning
+from gramfx.inside import Split, calls_of
+from gramfx.jacobian import gramian
 from gramfx.plan import parse_bytes
 from gramfx.program import Call, Program, read_call
 from gramfx.regions import CompiledRegion
@@ -22,6 +24,8 @@ from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, autocast_off, compile_plain, fake_batch_size, is_symbolic, source_name
 
 _OPTIONS = ("compile", "memory_budget")
+# Dynamo leaves its calls in the graph, for the backend to see.
+torch.compiler.allow_in_graph(gramian)
 
 
 def backend(
@@ -44,6 +48,9 @@ def backend(
             "there is no such mode", expected="the default one", got=repr(mode), remedy="pass options={...}"
         )
     use_inductor = bool(options.get("compile", True))
+    if calls_of(graph_module):
+        split = Split(graph_module)
+        return split.joined(backend(split.first, example_inputs, options=options))
     learns = any(isinstance(one, nn.Parameter) and one.requires_grad for one in example_inputs)
     if torch.is_grad_enabled() and learns:
         budget = options.get("memory_budget")

@@ -14,7 +14,7 @@ from gramfx.capture import TOLERANCE
 from gramfx.errors import CoupledObjectivesError, DenseJacobianWarning, InputError, VerificationError
 from gramfx.regions import SINGLE, Mode, batch_rows
 from gramfx.source import warn_user
-from gramfx.torch_compat import autocast_off
+from gramfx.torch_compat import FakeTensor, autocast_off
 
 #: Exponents of the powers of two that tell samples apart: so many at a time, as the range of the dtype allows.
 _EXPONENTS = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 32, torch.float16: 4}
@@ -35,6 +35,9 @@ def gramian(
     ``[m, m]``, ``m = objectives.numel()``, in their dtype. Raises :class:`gramfx.errors.InputError` where there is no
     graph behind the objectives, or none of the parameters in it.
     """
+    if isinstance(objectives, FakeTensor):
+        # Dynamo asks for a shape; the call itself stays in its graph.
+        return objectives.detach().new_empty((objectives.numel(), objectives.numel()))
     if not isinstance(objectives, Tensor) or objectives.grad_fn is None:
         raise InputError(
             "there is no graph behind the objectives",

@@ -241,6 +241,42 @@ def test_plain_use_is_as_ever() -> None:
     assert torch.allclose(run(inputs), other(inputs))
 
 
+def test_a_gramian_inside_a_function_compiled_as_a_whole() -> None:
+    ours, other = net(), net()
+
+    @torch.compile(backend="gramfx", options={"compile": False}, fullgraph=True)
+    def whole(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        losses = F.cross_entropy(ours(inputs), targets, reduction="none")
+        gramian = gramfx.gramian(losses)
+        weights = 1 / gramian.diagonal().sqrt()
+        return gramian, weights, (weights * losses).sum()
+
+    for batch in (4, 7, 12):
+        inputs, targets = data(batch)
+        gramian, weights, total = whole(inputs, targets)
+        jacobian = reference.jacobian(
+            F.cross_entropy(other(inputs), targets, reduction="none"), list(other.parameters())
+        )
+        assert reference.relative_error(gramian, jacobian @ jacobian.T) <= 1e-10
+        ours.zero_grad()
+        total.backward()
+        got = torch.cat([reference.flat(p.grad, p) for p in ours.parameters()])
+        assert reference.relative_error(got, weights @ jacobian) <= 1e-10
+    assert graphs() == 2
+
+
+def test_objectives_that_depend_on_a_gramian_are_refused() -> None:
+    model = net()
+
+    @torch.compile(backend="gramfx", options={"compile": False})
+    def nested(inputs: Tensor) -> Tensor:
+        losses = model(inputs).square().sum(1)
+        return gramfx.gramian(losses * gramfx.gramian(losses).diagonal())
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="depend on a Gramian"):
+        nested(data()[0])
+
+
 def test_what_torch_knows_of_it() -> None:
     assert "gramfx" in torch._dynamo.list_backends()
 
