@@ -251,5 +251,5 @@ def transform(
     if not (plan is None or plan == "measure" or isinstance(plan, Plan)):
         raise InputError("plan is no plan", expected="a gramfx.Plan, 'measure' or None", got=repr(plan))
     order = fastest_measured if plan == "measure" else fastest_predicted
-    planning = Planning(budget, plan if isinstance(plan, Plan) else None, order)
+    planning = Planning(budget, plan if isinstance(plan, Plan) else None, order, compile)
     return Step(model, objective, in_dims, reuse, coupled, compile, dynamic, planning)

@@ -54,7 +54,7 @@ def backend(
     learns = any(isinstance(one, nn.Parameter) and one.requires_grad for one in example_inputs)
     if torch.is_grad_enabled() and learns:
         budget = options.get("memory_budget")
-        planning = Planning(None if budget is None else parse_bytes(budget))
+        planning = Planning(None if budget is None else parse_bytes(budget), compiled=use_inductor)
         return Regions(graph_module, example_inputs, planning, use_inductor)
     return compile_plain(graph_module, example_inputs) if use_inductor else graph_module
 

@@ -22,6 +22,7 @@ from gramfx.passes.plan_contractions import Bounds, Order, fastest_predicted, pl
 from gramfx.passes.schedule import schedule
 from gramfx.passes.trace_axes import Coupling
 from gramfx.plan import Plan, Regime, Totals
+from gramfx.planning import MOST_COMPILED_STEPS
 from gramfx.regimes import largest
 from gramfx.uses import Use
 
@@ -34,11 +35,13 @@ MOST_ATTEMPTS = 4
 @dataclass(frozen=True)
 class Planning:
     """What a plan goes by: bytes above a plain forward and backward (``None``: a tenth of what that needs, at least 64
-    MiB), a plan made before, and the order of preference among candidates."""
+    MiB), a plan made before, the order of preference among candidates, and whether a compiler has to take the result:
+    then contractions are cut into few steps where the budget allows."""
 
     memory_budget: int | None = None
     given: Plan | None = None
     order: Order = fastest_predicted
+    compiled: bool = False
 
     def budget(self, plain: int) -> int:
         """Bytes above ``plain``."""
@@ -147,7 +150,8 @@ def fitted(gramian: GraphModule, batch: int, bounds: Bounds, planning: Planning)
     reserve = 0
     for attempt in range(MOST_ATTEMPTS):
         # The last one takes what needs the fewest bytes, so that an error can say what would do.
-        made = plan_for(reserve=reserve) if attempt < MOST_ATTEMPTS - 1 else None
+        few = plan_for(reserve=reserve, most_steps=MOST_COMPILED_STEPS) if planning.compiled and not attempt else None
+        made = few or (plan_for(reserve=reserve) if attempt < MOST_ATTEMPTS - 1 else None)
         found = made or plan_for(reserve=None)
         assert found is not None
         planned, plan = found

@@ -17,8 +17,9 @@ from gramfx.forms import OneHot, Windows
 from gramfx.machine import Machine
 from gramfx.terms import ParameterTerms, Recipe, Term
 
-#: Chunks are steps of the graph, so that more of them make it slow to trace and to compile.
+#: Chunks are steps of the graph, so that more of them make it slow to trace, and far slower to compile.
 MOST_STEPS = 256
+MOST_COMPILED_STEPS = 12
 #: How many axes of a parameter are tried for chunks, the longest ones.
 MOST_AXES = 2
 #: Working memory up to this share of the cache leaves room for what is read.
@@ -47,6 +48,7 @@ class Problem:
     machine: Machine
     batch: int
     device: torch.device
+    most_steps: int = MOST_STEPS
 
     def anonymous(self) -> tuple[object, ...]:
         """Equal for problems that differ in names alone."""
@@ -70,11 +72,12 @@ def problem_of(
     machine: Machine,
     batch: int,
     device: torch.device,
+    most_steps: int = MOST_STEPS,
 ) -> Problem:
     """The terms brought to common axes of the parameter, where that is possible."""
     common = aligned(terms.terms) if terms.cross else _one_by_one(terms.terms)
     terms = terms if common is None else dataclasses.replace(terms, terms=common)
-    return Problem(terms, tuple(sources), dtype, machine, batch, device)
+    return Problem(terms, tuple(sources), dtype, machine, batch, device, most_steps)
 
 
 def _one_by_one(terms: Sequence[Term]) -> tuple[Term, ...] | None:
@@ -161,7 +164,7 @@ def _halved(problem: Problem, recipe: Recipe) -> Iterator[Candidate]:
     """The same with products above the diagonal only, by blocks of samples."""
     if recipe.parts == 1 and _row_extent(problem) > 1:
         for parts in (2, 4):
-            if _steps(problem, dataclasses.replace(recipe, parts=parts)) <= MOST_STEPS:
+            if _steps(problem, dataclasses.replace(recipe, parts=parts)) <= problem.most_steps:
                 yield problem.candidate(dataclasses.replace(recipe, parts=parts))
 
 
@@ -171,7 +174,7 @@ def _options(problem: Problem, recipe: Recipe, enough: int, *, every: bool = Fal
         for axis, extent in _axes(problem, recipe):
             for chunk in _halvings(extent):
                 cut = dataclasses.replace(blocked, axis=axis, chunk=chunk)
-                if _steps(problem, cut) > MOST_STEPS:
+                if _steps(problem, cut) > problem.most_steps:
                     break
                 made = problem.candidate(cut)
                 yield made

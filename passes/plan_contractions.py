@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from gramfx.graph import value
 from gramfx.machine import Machine
 from gramfx.memory import Profile, profile
 from gramfx.plan import Contraction, Plan, Regime, Totals
-from gramfx.planning import Candidate, Problem, candidates, label, problem_of, smallest
+from gramfx.planning import MOST_STEPS, Candidate, Problem, candidates, label, problem_of, smallest
 from gramfx.regimes import largest, peak_at, time_regime
 from gramfx.terms import Recipe
 
@@ -76,28 +77,31 @@ def plan_contractions(
     given: Plan | None = None,
     order: Order = fastest_predicted,
     reserve: int | None = 0,
+    most_steps: int = MOST_STEPS,
 ) -> tuple[GraphModule, Plan] | None:
     """Set the recipe of every ``gramfx::gramian`` node, and say all that was decided as a :class:`Plan`.
 
     The graph is scheduled already. batch: the size to plan for, also where the graph's is a symbol. given: a plan whose
     recipes are taken instead of looking for better ones, where it holds for this batch size. order: from candidates,
     fastest predicted first, to candidates in order of preference. reserve: bytes to leave free below the limit;
-    ``None`` for the recipes that need the fewest bytes, whatever the limit. ``None`` comes back where nothing is
+    ``None`` for the recipes that need the fewest bytes, whatever the limit. most_steps: into how many steps one
+    contraction may be cut. ``None`` comes back where nothing is
     predicted to keep the limit. Raises :class:`InputError` for a plan of other terms.
     """
     graph_module = copy.deepcopy(graph_module)
+    problem_at = functools.partial(_problem, machine=machine, batch=batch, most_steps=most_steps)
     if given is not None and batch in given.regime:
         for node in gramian_nodes(graph_module):
-            problem = _problem(node, [Source.of(factor) for factor in factors_of(node)], machine, batch)
+            problem = problem_at(node, [Source.of(factor) for factor in factors_of(node)])
             set_terms(node, dataclasses.replace(problem.terms, recipe=_recipe(given, node)))
         graph_module.recompile()
         return graph_module, given
     limit = UNLIMITED if reserve is None else bounds.limit(batch) - reserve
     order = (lambda problem, _: [smallest(problem)]) if reserve is None else order
     made = _has_made_rows(graph_module)
-    search = _searched(graph_module, made and reserve is None, batch, machine, limit, order)
+    search = _searched(graph_module, made and reserve is None, batch, problem_at, limit, order)
     if not search.fits(limit) and made:
-        search = _searched(graph_module, True, batch, machine, limit, order)
+        search = _searched(graph_module, True, batch, problem_at, limit, order)
     if not search.fits(limit):
         return None
     plan = _plan(search, batch, bounds)
@@ -127,18 +131,20 @@ def _has_made_rows(graph_module: GraphModule) -> bool:
     return any(maker_of(factor) for node in gramian_nodes(graph_module) for factor in factors_of(node))
 
 
-def _problem(node: Node, sources: Sequence[Source], machine: Machine, batch: int) -> Problem:
-    return problem_of(terms_of(node), sources, accumulated_in(node), machine, batch, value(node).device)
+def _problem(node: Node, sources: Sequence[Source], *, machine: Machine, batch: int, most_steps: int) -> Problem:
+    return problem_of(terms_of(node), sources, accumulated_in(node), machine, batch, value(node).device, most_steps)
 
 
-def _searched(graph_module: GraphModule, made: bool, batch: int, machine: Machine, limit: int, order: Order) -> _Search:
+def _searched(
+    graph_module: GraphModule, made: bool, batch: int, problem_at: Callable[..., Problem], limit: int, order: Order
+) -> _Search:
     """Candidates for every node. made: rows by VJPs are not there before, but made in blocks."""
     alive = profile(graph_module, batch)
     problems = {}
     for node in gramian_nodes(graph_module):
         read = factors_of(node)
         sources = [source_of(one, node, batch, alive) for one in read] if made else [Source.of(one) for one in read]
-        problems[node] = _problem(node, sources, machine, batch)
+        problems[node] = problem_at(node, sources)
     profiled = without_made_rows(graph_module) if made else graph_module
     alive = profile(profiled, batch)
     before = {node.name: size for node, size in alive.before.items()}
