@@ -110,13 +110,8 @@ class Regions:
     def _made(self, given: Sequence[Any], call: Call) -> Made | None:
         """The capture for these arguments; ``None`` where there is none, and the graph runs as it is."""
         family, exact = self._key(given, call, dynamic=True), self._key(given, call, dynamic=False)
-        size = call.batch_size
-        if (
-            size is not None
-            and size > 1
-            and any(self.symbolic[i] for i in self._of("data"))
-            and family not in self.fixed
-        ):
+        several = call.batch_size is not None and call.batch_size > 1
+        if several and family not in self.fixed and any(self.symbolic[i] for i in self._of("data")):
             try:
                 if family not in self.made:
                     self.made[family] = self._compiled(given, call, dynamic=True)
@@ -147,12 +142,8 @@ class Regions:
             raise InputError("the region fixes the batch size")
         with autocast_off():
             region = CompiledRegion(captured, size, self.planning, self.use_inductor)
-        paths = {
-            f"model.{one.name}": index
-            for index, one in enumerate(self.arguments)
-            if one.kind in ("parameter", "buffer")
-        }
-        data = [index for index, one in enumerate(self.arguments) if one.kind == "data"]
+        paths = {f"model.{self.arguments[index].name}": index for index in self._of("parameter", "buffer")}
+        data = self._of("data")
         slots: list[Any] = []
         for slot in captured.slots:
             if slot.kind == "input" and int(slot.key) < len(data):

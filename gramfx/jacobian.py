@@ -169,15 +169,14 @@ class _Pull:
         held = contiguous_all(node.ctx.saved_tensors)
         draws = [held[slots + index] for index in region.draws]
         given = held if mode == SINGLE else [*held[:slots], *draws]
-        first = mode not in region.gramians
-        program = region.gramian(mode, node.ctx.batch)
-        if first:
-            region.warn_if_coupled(mode, "error" if self.coupled == "error" else "warn")
+        program = region.gramian(mode, node.ctx.batch, self.coupled)
         with autocast_off():
             (found,) = program(*given, *contiguous_all(cotangents))
-            if first:
+            if region.untried(mode):
                 _confirm(node, mode, found, held, cotangents)
-        return found
+                region.passed(mode)
+        result: Tensor = found
+        return result
 
 
 def _scales(batch: int, dtype: torch.dtype) -> Iterator[Tensor]:

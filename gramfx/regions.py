@@ -90,12 +90,14 @@ class CompiledRegion:
             self.canonical, self.seeded, Places(self.places, batched=self.batched)
         )
         self.batch_size = batch_size if self.batched else None
+        symbolic = is_symbolic(batch_size)
         seeds = {f"cotangent{number}": index + 1 for number, index in enumerate(self.seeded)}
         joint = insert(self.lowering, self.batch_size, seeds=seeds)
-        if is_symbolic(batch_size) != (self.lowering.symbolic or (not self.batched and is_symbolic(batch_size))):
+        if symbolic and not is_symbolic(batch_size):
             raise StaticBatchNeeded("an op of the model fixes the batch size")
         self._cut(joint.gradients)
         self.gramians: dict[Mode, GramianProgram] = {}
+        self.tried: set[tuple[Mode, int]] = set()
 
     def _places(self, batch_size: int | torch.SymInt | None) -> tuple[int | None, ...]:
         """The dim of each differentiable output that holds the samples, and nothing else."""
@@ -143,17 +145,26 @@ class CompiledRegion:
         """``(*slots, *saved, *cotangents) -> gradients`` of the wanted slots that a gradient reaches."""
         return self._runnable(self.gradient_graph)
 
-    def gramian(self, mode: Mode, batch: int | None) -> Runnable:
-        """``(*slots, *saved, *cotangents) -> Gramian`` for the single mode, with ``draws`` for ``saved`` in others."""
-        if mode not in self.gramians:
+    def gramian(self, mode: Mode, batch: int | None, coupled: str) -> Runnable:
+        """``(*slots, *saved, *cotangents) -> Gramian`` for the single mode, with ``draws`` for ``saved`` in others.
+
+        coupled: ``"error"`` where an op inside shall not mix samples; else the first call for a mode warns of it.
+        """
+        new = mode not in self.gramians
+        if new:
             self.gramians[mode] = self._shared() if mode == SINGLE else self._alone(mode)
+        if mode.batched and (new or coupled == "error"):
+            report_coupling(self.gramians[mode].lowering, "error" if coupled == "error" else "warn")
         hint = 1 if self.batch_size is None or batch is None or not mode.batched else batch
         return self.gramians[mode].run(hint, self.planning, self._runnable)
 
-    def warn_if_coupled(self, mode: Mode, wanted: str) -> None:
-        """Report what couples the objectives inside the region; once a mode."""
-        if mode.batched:
-            report_coupling(self.gramians[mode].lowering, wanted)
+    def untried(self, mode: Mode) -> bool:
+        """Whether the latest program of a mode has still to stand its trial."""
+        return (mode, len(self.gramians[mode].made)) not in self.tried
+
+    def passed(self, mode: Mode) -> None:
+        """The latest program of a mode stood its trial."""
+        self.tried.add((mode, len(self.gramians[mode].made)))
 
     def plan(self, mode: Mode = SINGLE) -> Plan | None:
         """The latest plan of a mode."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import gramfx
 from gramfx.errors import CoupledObjectivesWarning
+from gramfx.gradients import replayed_gradient
+from gramfx.torch_compat import autocast_off
 from tests import reference
 from tests.architectures import Architecture, load
 from tests.architectures.base import SEED_FORWARD, Loaded
@@ -60,3 +62,23 @@ def exact(outcome: Outcome, tolerance: float) -> None:
     parameters = reference.trainable(outcome.loaded.model)
     got = torch.cat([reference.flat(parameter.grad, parameter) for parameter in parameters])
     assert reference.relative_error(got, weights @ jacobian) <= tolerance
+    if (replayed := _replayed(outcome, weights)) is not None:
+        assert reference.relative_error(replayed, weights @ jacobian) <= tolerance
+
+
+def _replayed(outcome: Outcome, weights: Tensor) -> Tensor | None:
+    """``Jᵀ w`` by a replay, beside what the plan chose; ``None`` where the forward draws or changes something."""
+    compiled = outcome.step._last
+    assert compiled is not None
+    if compiled.lowering.draws or compiled.captured.mutated:
+        return None
+    loaded = outcome.loaded
+    tensors = outcome.step.arguments(*loaded.args, targets=loaded.targets, **loaded.kwargs)
+    run, _ = replayed_gradient(compiled.lowering.stages["canonical"], ())
+    with autocast_off():
+        found = run(
+            *(slot.detach() for slot in tensors), weights.reshape(outcome.objectives.shape).to(outcome.objectives)
+        )
+    by_parameter = {id(tensors[index]): one for index, one in zip(compiled.wanted, found, strict=True)}
+    parameters = reference.trainable(loaded.model)
+    return torch.cat([reference.flat(by_parameter.get(id(p)), p) for p in parameters])

@@ -222,6 +222,25 @@ def test_parameters_of_eager_code_count_too() -> None:
     assert reference.relative_error(gramfx.gramian(objectives, list(ours.parameters())), only) <= 1e-10
 
 
+def test_a_wrong_gramian_is_noticed_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gramfx.regions import CompiledRegion
+
+    made = CompiledRegion._runnable
+    monkeypatch.setattr(
+        CompiledRegion,
+        "_runnable",
+        lambda region, graph: (
+            (lambda *given: [2 * one for one in made(region, graph)(*given)])
+            if graph is not region.forward_graph and graph is not region.gradient_graph
+            else made(region, graph)
+        ),
+    )
+    objectives = compiled(net())(data()[0]).square().sum(1)
+    for _ in range(2):
+        with pytest.raises(gramfx.errors.VerificationError, match="does not fit the model's own gradient"):
+            gramfx.gramian(objectives)
+
+
 def test_plain_use_is_as_ever() -> None:
     ours, other = net(), net()
     run, (inputs, targets) = compiled(ours), data()

@@ -94,8 +94,9 @@ def test_coupling_inside_a_module_is_an_error_with_a_batch_dim() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     engine = gramfx.Engine(model, batch_dim=0, compile=False)
     output = model(torch.randn(5, 3, dtype=torch.float64)).square().sum(1)
-    with pytest.raises(CoupledObjectivesError, match="mixes along the batch"):
-        engine.compute_gramian(output)
+    for _ in range(2):
+        with pytest.raises(CoupledObjectivesError, match="mixes along the batch"):
+            engine.compute_gramian(output)
 
 
 def test_some_of_a_models_modules() -> None:

@@ -1,5 +1,7 @@
 """The Gramian and ``Jᵀ w`` of every architecture and case against autograd, float64, no Inductor."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -19,6 +21,15 @@ def test_with_the_batch_known(architecture: Architecture) -> None:
     exact(outcome, architecture.tolerance(torch.float64))
     if not architecture.unproven:
         assert bool(outcome.warned) == architecture.coupled
+
+
+@pytest.mark.parametrize("architecture", parameters([a for a in FLOAT64 if a.random and not a.slow]))
+def test_replayed_with_the_same_draws(architecture: Architecture) -> None:
+    plan = run(architecture).step.plan
+    assert plan.gradient == "kept"
+    outcome = run(architecture, plan=dataclasses.replace(plan, gradient="replayed"))
+    assert outcome.step.plan.gradient == "replayed"
+    exact(outcome, architecture.tolerance(torch.float64))
 
 
 @pytest.mark.parametrize("architecture", parameters([a for a in FLOAT64 if not a.slow]))

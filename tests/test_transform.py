@@ -64,6 +64,51 @@ def test_gradients_accumulate_and_graphs_can_be_kept() -> None:
     assert reference.relative_error(got, jacobian.sum(0) + jacobian[1]) <= 1e-12
 
 
+def test_gradients_of_inputs_that_ask_for_them() -> None:
+    model, (inputs, targets) = net(), batch()
+    step = gramfx.transform(model, losses, compile=False)
+    ours, plain = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    step(ours * 2, targets=targets)[0].sum().backward()
+    assert step.plan.gradient == "replayed"
+    losses(model(plain * 2), targets).sum().backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    assert reference.relative_error(ours.grad, plain.grad) <= 1e-12
+
+
+def test_a_gradient_is_replayed_where_keeping_it_costs_too_much() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).double(), torch.randn(512, 64).double()
+    roomy = gramfx.transform(model, compile=False, in_dims=0, objective=lambda output: output.square().sum(1))
+    tight = gramfx.transform(
+        model, compile=False, objective=lambda output: output.square().sum(1), memory_budget=roomy(inputs)[1].nbytes * 4
+    )
+    assert roomy.plan.gradient == "kept"
+    assert roomy.plan.saved > 0
+    weights = torch.linspace(0, 1, 512).double()
+    found = []
+    for step in (roomy, tight):
+        model.zero_grad()
+        step(inputs)[0].backward(weights)
+        found.append(torch.cat([reference.flat(p.grad, p) for p in model.parameters()]))
+    assert tight.plan.gradient == "replayed"
+    assert tight.plan.saved == 0
+    assert reference.relative_error(found[0], found[1]) <= 1e-12
+
+
+def test_what_is_kept_is_freed_by_the_backward() -> None:
+    model = net()
+    objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
+    node: Any = objectives.grad_fn
+    assert node.own
+    objectives.sum().backward(retain_graph=True)
+    assert node.own
+    objectives.sum().backward()
+    assert not node.own
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        objectives.sum().backward()
+
+
 def test_a_parameter_changed_before_backward_is_an_error() -> None:
     model = net()
     objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
