@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Collection
 
 import torch
 from torch.fx import GraphModule, Node
@@ -57,11 +58,11 @@ def maker_of(factor: Node) -> Maker | None:
     return factor.meta.get("maker")
 
 
-def without_made_rows(graph_module: GraphModule) -> GraphModule:
-    """A copy whose gramian nodes read what rows are made from instead of the rows, to profile; it cannot run."""
+def without_made_rows(graph_module: GraphModule, made: Collection[str]) -> GraphModule:
+    """A copy to profile, not to run: the gramian nodes ``made`` read what rows are made from instead of the rows."""
     lean = copy.deepcopy(graph_module)
     nodes = named(lean)
-    for node in gramian_nodes(lean):
+    for node in [one for one in gramian_nodes(lean) if one.name in made]:
         read: list[Node] = []
         for factor in factors_of(node):
             maker = maker_of(factor)

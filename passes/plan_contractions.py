@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -25,7 +25,7 @@ from gramfx.gramians import (
 )
 from gramfx.graph import value
 from gramfx.machine import Machine
-from gramfx.memory import Profile, profile
+from gramfx.memory import Profile, nbytes, profile
 from gramfx.plan import Contraction, Plan, Regime, Totals
 from gramfx.planning import MOST_STEPS, Candidate, Problem, candidates, label, problem_of, smallest
 from gramfx.regimes import largest, peak_at, time_regime
@@ -85,8 +85,8 @@ def plan_contractions(
     recipes are taken instead of looking for better ones, where it holds for this batch size. order: from candidates,
     fastest predicted first, to candidates in order of preference. reserve: bytes to leave free below the limit;
     ``None`` for the recipes that need the fewest bytes, whatever the limit. most_steps: into how many steps one
-    contraction may be cut. ``None`` comes back where nothing is
-    predicted to keep the limit. Raises :class:`InputError` for a plan of other terms.
+    contraction may be cut. ``None`` comes back where nothing is predicted to keep the limit. Raises
+    :class:`InputError` for a plan of other terms.
     """
     graph_module = copy.deepcopy(graph_module)
     problem_at = functools.partial(_problem, machine=machine, batch=batch, most_steps=most_steps)
@@ -98,11 +98,11 @@ def plan_contractions(
         return graph_module, given
     limit = UNLIMITED if reserve is None else bounds.limit(batch) - reserve
     order = (lambda problem, _: [smallest(problem)]) if reserve is None else order
-    made = _has_made_rows(graph_module)
-    search = _searched(graph_module, made and reserve is None, batch, problem_at, limit, order)
-    if not search.fits(limit) and made:
-        search = _searched(graph_module, True, batch, problem_at, limit, order)
-    if not search.fits(limit):
+    for made in _made_in_turn(graph_module, batch, reserve is None):
+        search = _searched(graph_module, made, batch, problem_at, limit, order)
+        if search.fits(limit):
+            break
+    else:
         return None
     plan = _plan(search, batch, bounds)
     for node, (best, *_) in search.found.items():
@@ -127,8 +127,18 @@ def _recipe(given: Plan, node: Node) -> Recipe:
 # ---------------------------------------------------------------- the search
 
 
-def _has_made_rows(graph_module: GraphModule) -> bool:
-    return any(maker_of(factor) for node in gramian_nodes(graph_module) for factor in factors_of(node))
+def _made_in_turn(graph_module: GraphModule, batch: int, all_at_once: bool) -> Iterator[frozenset[str]]:
+    """Of which gramian nodes rows by VJPs are made in blocks: of none, then of ever more, the largest first."""
+    sizes = {
+        node.name: sum(nbytes((factor, 0), batch) for factor in factors_of(node) if maker_of(factor))
+        for node in gramian_nodes(graph_module)
+    }
+    largest_first = sorted((name for name, size in sizes.items() if size), key=lambda name: -sizes[name])
+    count = len(largest_first) if all_at_once else 0
+    while count < len(largest_first):
+        yield frozenset(largest_first[:count])
+        count = max(1, 2 * count)
+    yield frozenset(largest_first)
 
 
 def _problem(node: Node, sources: Sequence[Source], *, machine: Machine, batch: int, most_steps: int) -> Problem:
@@ -136,17 +146,27 @@ def _problem(node: Node, sources: Sequence[Source], *, machine: Machine, batch: 
 
 
 def _searched(
-    graph_module: GraphModule, made: bool, batch: int, problem_at: Callable[..., Problem], limit: int, order: Order
+    graph_module: GraphModule,
+    made: Collection[str],
+    batch: int,
+    problem_at: Callable[..., Problem],
+    limit: int,
+    order: Order,
 ) -> _Search:
-    """Candidates for every node. made: rows by VJPs are not there before, but made in blocks."""
-    alive = profile(graph_module, batch)
+    """Candidates for every node; none where something else needs more than ``limit``.
+
+    made: the nodes whose rows by VJPs are not there before, but made in blocks.
+    """
+    profiled = without_made_rows(graph_module, made) if made else graph_module
+    alive = profile(profiled, batch)
+    if alive.peak > limit:
+        return _Search(profiled, alive, {}, {})
+    whole = profile(graph_module, batch) if made else alive
     problems = {}
     for node in gramian_nodes(graph_module):
-        read = factors_of(node)
-        sources = [source_of(one, node, batch, alive) for one in read] if made else [Source.of(one) for one in read]
+        blocks = node.name in made
+        sources = [source_of(one, node, batch, whole) if blocks else Source.of(one) for one in factors_of(node)]
         problems[node] = problem_at(node, sources)
-    profiled = without_made_rows(graph_module) if made else graph_module
-    alive = profile(profiled, batch)
     before = {node.name: size for node, size in alive.before.items()}
     known: dict[object, list[Candidate]] = {}
     found = {node: _found(problem, limit - before[node.name], known, order) for node, problem in problems.items()}

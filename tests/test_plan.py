@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import gramfx
 from gramfx.errors import InputError, MemoryBudgetError
@@ -172,6 +173,22 @@ def test_a_plan_kept_as_json_is_the_same_and_is_taken(name: str) -> None:
 def test_anything_else_is_no_plan(text: str) -> None:
     with pytest.raises(InputError, match="no plan"):
         Plan.from_json(text)
+
+
+def test_a_tightening_budget_makes_the_largest_rows_in_blocks_first() -> None:
+    torch.manual_seed(0)
+    layers = (weight_norm(nn.Linear(64, 96)), nn.Tanh(), weight_norm(nn.Linear(96, 32)))
+    model, inputs = nn.Sequential(*layers).double(), torch.randn(16, 64, dtype=torch.float64)
+    found = []
+    for budget in [2**40, *range(1_600_000, 0, -200_000)]:
+        step = gramfx.transform(model, lambda o: o.square().sum(1), compile=False, memory_budget=budget)
+        plan = step.capture(inputs).plan
+        found.append([one.parameter for one in plan.contractions if one.recipe.made])
+    assert found[0] == []
+    assert [len(one) for one in found] == sorted(len(one) for one in found)
+    partly = [one for one in found if 0 < len(one) < len(found[-1])]
+    assert partly
+    assert all("0.parametrizations.weight.original1" in one for one in partly)
 
 
 def test_the_plan_of_another_model_is_refused() -> None:
