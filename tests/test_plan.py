@@ -180,7 +180,7 @@ def test_a_tightening_budget_makes_the_largest_rows_in_blocks_first() -> None:
     layers = (weight_norm(nn.Linear(64, 96)), nn.Tanh(), weight_norm(nn.Linear(96, 32)))
     model, inputs = nn.Sequential(*layers).double(), torch.randn(16, 64, dtype=torch.float64)
     found = []
-    for budget in [2**40, *range(1_600_000, 0, -200_000)]:
+    for budget in (2**40, 1_550_000, 900_000, 250_000):
         step = gramfx.transform(model, lambda o: o.square().sum(1), compile=False, memory_budget=budget)
         plan = step.capture(inputs).plan
         found.append([one.parameter for one in plan.contractions if one.recipe.made])
