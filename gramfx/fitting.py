@@ -68,7 +68,6 @@ class Lowering:
     inserted: GraphModule | None = None
     coupling: Coupling | None = None
     uses: list[Use] = field(default_factory=list)
-    symbolic: bool = False
     plain_peak: Callable[[int], int] = lambda batch: 0
     plain_flops: Callable[[int], int] = lambda batch: 0
 

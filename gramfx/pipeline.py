@@ -46,6 +46,7 @@ def lower(
     where a symbolic batch cannot be kept, and what :func:`replanned` raises.
     """
     done = Lowering()
+    symbolic = is_symbolic(batch_size)
     done.stages["captured"] = captured.graph_module
     verify_functional(captured.graph_module)
     done.stages["canonical"] = canonicalize(captured.graph_module)
@@ -53,7 +54,7 @@ def lower(
     insert(done, batch_size, exact=exact)
     report_coupling(done, coupled)
     done = replanned(done, hint_of(1 if batch_size is None else batch_size), planning)
-    if done.symbolic and not is_symbolic(batch_size):
+    if symbolic and not is_symbolic(batch_size):
         raise StaticBatchNeeded("an op of the model fixes the batch size")
     return done
 
@@ -72,7 +73,6 @@ def insert(
     be kept.
     """
     stages = done.stages
-    done.symbolic = is_symbolic(batch_size)
     stages["separated"] = separate_uses(stages["canonical"])
     stages["batched"] = batched = copy.deepcopy(stages["separated"])
     done.coupling = trace_batch(batched, batch_size)

@@ -79,6 +79,7 @@ class CompiledRegion:
     def __init__(
         self, captured: Captured, batch_size: int | torch.SymInt | None, planning: Planning, use_inductor: bool
     ) -> None:
+        symbolic = is_symbolic(batch_size)
         self.captured, self.planning, self.use_inductor = captured, planning, use_inductor
         self.seeded = [index for index, flag in enumerate(captured.differentiable) if flag]
         self.canonical = canonicalize(captured.graph_module)
@@ -90,7 +91,6 @@ class CompiledRegion:
             self.canonical, self.seeded, Places(self.places, batched=self.batched)
         )
         self.batch_size = batch_size if self.batched else None
-        symbolic = is_symbolic(batch_size)
         seeds = {f"cotangent{number}": index + 1 for number, index in enumerate(self.seeded)}
         joint = insert(self.lowering, self.batch_size, seeds=seeds)
         if symbolic and not is_symbolic(batch_size):
