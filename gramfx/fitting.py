@@ -121,8 +121,11 @@ def _kept_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Plann
 
 
 def _replayed_within(lowering: Lowering, batch: int, bounds: Bounds, planning: Planning) -> Fitted:
-    """With no more kept than random draws."""
-    return fitted(_returning(lowering, slice(0, len(lowering.draws))), batch, bounds, planning)
+    """With no more kept than random draws, also where a given plan kept more."""
+    made = fitted(_returning(lowering, slice(0, len(lowering.draws))), batch, bounds, planning)
+    if made.plan.gradient == "replayed":
+        return made
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, gradient="replayed", saved=0))
 
 
 def _returning(lowering: Lowering, wanted: slice) -> GraphModule:

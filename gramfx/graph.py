@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -116,6 +116,15 @@ def ancestors(node: Node) -> list[Node]:
             found.add(current)
             pending.extend(current.all_input_nodes)
     return [candidate for candidate in node.graph.nodes if candidate in found]
+
+
+def dependents(graph_module: GraphModule, sources: Iterable[Node]) -> set[Node]:
+    """What is computed from ``sources``, and they."""
+    found = set(sources)
+    for node in graph_module.graph.nodes:
+        if node.op != "output" and any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 class Builder:

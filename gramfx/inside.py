@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.errors import UnsupportedError
-from gramfx.graph import where
+from gramfx.graph import dependents, where
 from gramfx.jacobian import gramian
 
 Runnable = Callable[..., Any]
@@ -29,11 +29,15 @@ class Split:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.calls = calls_of(graph_module)
-        later = set(self.calls)
-        for node in graph_module.graph.nodes:
-            if node.op != "output" and any(read in later for read in node.all_input_nodes):
-                later.add(node)
+        later = dependents(graph_module, self.calls)
         for call in self.calls:
+            if len(call.args) != 1 or any(name != "coupled" for name in call.kwargs):
+                raise UnsupportedError(
+                    "gramian is told of parameters inside a compiled function",
+                    expected="gramian(objectives), by all parameters",
+                    where=where(call),
+                    remedy="return the objectives, and call gramian(objectives, parameters) on them",
+                )
             if any(read in later for read in call.all_input_nodes):
                 raise UnsupportedError("objectives depend on a Gramian in one compiled function", where=where(call))
         returned: Any = next(node for node in graph_module.graph.nodes if node.op == "output").args[0]

@@ -19,6 +19,7 @@ from gramfx.axes import Value
 from gramfx.captured import Captured
 from gramfx.fitting import Fitted, Lowering, Planning, fitted
 from gramfx.gradients import wanted_slots
+from gramfx.gramians import gramian_nodes
 from gramfx.graph import named, output_node, placeholders, rename, results, value
 from gramfx.memory import nbytes
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
@@ -27,7 +28,6 @@ from gramfx.passes.partition import extract, residuals
 from gramfx.passes.plan_contractions import Bounds
 from gramfx.passes.seed_outputs import Places, seed_outputs
 from gramfx.pipeline import hint_of, insert, report_coupling, trace_batch
-from gramfx.plan import Plan
 from gramfx.torch_compat import compile_graph, contiguous, is_symbolic
 from gramfx.uses import StaticBatchNeeded
 
@@ -120,6 +120,9 @@ class CompiledRegion:
         self.wanted = [inputs[index] for index in wanted_slots(graph_module)]
         made = [nodes[name] for node in self.wanted if (name := gradients[node.name])]
         self.reached = [bool(gradients[node.name]) for node in self.wanted]
+        for node in gramian_nodes(graph_module):
+            # Its objectives are never read; with them all outputs would be kept, and could not be changed in place.
+            node.args = (node.args[0], seeds[0], *node.args[2:])
         kept = residuals(graph_module, seeds, [returned[1], *made])
         self.saved = list(dict.fromkeys([*kept, *drawn]))
         self.draws = [self.saved.index(node) for node in drawn]
@@ -165,11 +168,6 @@ class CompiledRegion:
     def passed(self, mode: Mode) -> None:
         """The latest program of a mode stood its trial."""
         self.tried.add((mode, len(self.gramians[mode].made)))
-
-    def plan(self, mode: Mode = SINGLE) -> Plan | None:
-        """The latest plan of a mode."""
-        made = self.gramians[mode].made if mode in self.gramians else []
-        return made[-1][0].plan if made else None
 
     def _shared(self) -> GramianProgram:
         kept = [(node, 0) for node in self.saved]

@@ -107,8 +107,8 @@ class _Objectives(torch.autograd.Function):
             for index, new in zip(mutated, rest, strict=False):
                 given[index].copy_(new)
         saved = [before.get(index, tensor) for index, tensor in enumerate(tensors)] + list(rest[len(mutated) :])
-        # What no input shares memory with is nobody else's: it is freed as the backward uses it.
-        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        # What shares memory with no input or result is nobody else's: it is freed as the backward uses it.
+        shared = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, objectives, gramian)}
         ctx.own = {
             index: tensor
             for index, tensor in enumerate(saved)

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramfx.errors import UnsupportedError, VerificationError
-from gramfx.graph import inline, named, placeholders, rename, results, value, where
+from gramfx.graph import dependents, inline, named, placeholders, rename, results, value, where
 from gramfx.provenance import is_random
 from gramfx.torch_compat import contiguous, fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
@@ -86,7 +86,7 @@ def differentiate(
     with sdpa_kernel(SDPBackend.MATH) if several else contextlib.nullcontext():
         traced, reached, graded = _trace_once(graph_module, taps, keep, seeded)
     tangent = placeholders(traced)[-1]
-    behind = _depends_on(traced, tangent)
+    behind = dependents(traced, [tangent])
     returned = results(traced)
     forward = {node.name: returned[i].name for i, node in enumerate(keep) if isinstance(returned[i], Node)}
     ends = len(keep) + len(reached)
@@ -220,14 +220,6 @@ def _cotangents(
 
 def _constant(held: Any) -> Any:
     return held.detach() if isinstance(held, Tensor) else held
-
-
-def _depends_on(graph_module: GraphModule, source: Node) -> set[Node]:
-    behind = {source}
-    for node in graph_module.graph.nodes:
-        if node.op != "output" and any(read in behind for read in node.all_input_nodes):
-            behind.add(node)
-    return behind
 
 
 def _forward_half(traced: GraphModule, behind: set[Node], tangent: Node) -> tuple[Graph, dict[Node, Node]]:

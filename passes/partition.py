@@ -9,24 +9,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.gramians import maker_of
-from gramfx.graph import named, value
+from gramfx.graph import dependents, named, value
 from gramfx.memory import is_view
 from gramfx.provenance import is_random
 from gramfx.torch_compat import contiguous
 
 
-def behind(graph_module: GraphModule, sources: Collection[Node]) -> set[Node]:
-    """What is computed from ``sources``, and they."""
-    found = set(sources)
-    for node in graph_module.graph.nodes:
-        if node.op != "output" and any(read in found for read in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def residuals(graph_module: GraphModule, seeds: Collection[Node], outputs: Sequence[Node]) -> list[Node]:
     """What has to be kept of the part before ``seeds`` for ``outputs``: views, sizes and constants are made again."""
-    later, nodes = behind(graph_module, seeds), named(graph_module)
+    later, nodes = dependents(graph_module, seeds), named(graph_module)
     kept: set[Node] = set()
     seen: set[Node] = set()
     pending = list(outputs)

@@ -141,6 +141,7 @@ def test_few_recompiles_over_batch_sizes(make: Callable[[], nn.Module]) -> None:
     ("criterion", "coupled"),
     [
         (lambda o: o.square().sum(1), False),
+        (lambda o: o.relu_().sum(1), False),
         (lambda o: o, False),
         (lambda o: o.T.contiguous(), False),
         (lambda o: o.reshape(-1), False),
@@ -282,6 +283,17 @@ def test_a_gramian_inside_a_function_compiled_as_a_whole() -> None:
         got = torch.cat([reference.flat(p.grad, p) for p in ours.parameters()])
         assert reference.relative_error(got, weights @ jacobian) <= 1e-10
     assert graphs() == 2
+
+
+def test_parameters_named_inside_a_compiled_function_are_refused() -> None:
+    model = net()
+
+    @torch.compile(backend="gramfx", options={"compile": False})
+    def chosen(inputs: Tensor) -> Tensor:
+        return gramfx.gramian(model(inputs).square().sum(1), [model[0].weight])  # type: ignore[list-item]
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="told of parameters"):
+        chosen(data()[0])
 
 
 def test_objectives_that_depend_on_a_gramian_are_refused() -> None:

@@ -96,6 +96,24 @@ def test_a_gradient_is_replayed_where_keeping_it_costs_too_much() -> None:
     assert reference.relative_error(found[0], found[1]) <= 1e-12
 
 
+def test_a_plan_that_kept_more_than_there_is_room_for_is_replayed() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).double(), torch.randn(512, 64).double()
+
+    def objective(output: Tensor) -> Tensor:
+        return output.square().sum(1)
+
+    plan = gramfx.transform(model, objective, compile=False).capture(inputs).plan
+    assert plan.gradient == "kept"
+    # Room for the step, not for what it would keep.
+    tight = gramfx.transform(model, objective, compile=False, plan=plan, memory_budget=8 * 2**20)
+    tight(inputs)[0].sum().backward()
+    assert tight.plan.gradient == "replayed"
+    wanted = torch.autograd.grad(objective(model(inputs)).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert reference.relative_error(reference.flat(parameter.grad, parameter), gradient.flatten()) <= 1e-12
+
+
 def test_what_is_kept_is_freed_by_the_backward() -> None:
     model = net()
     objectives, _ = gramfx.transform(model, losses, compile=False)(batch()[0], targets=batch()[1])
