@@ -88,20 +88,15 @@ def differentiate(
     tangent = placeholders(traced)[-1]
     behind = dependents(traced, [tangent])
     returned = results(traced)
-    forward = {node.name: returned[i].name for i, node in enumerate(keep) if isinstance(returned[i], Node)}
     ends = len(keep) + len(reached)
     tapped = dict(zip(reached, returned[len(keep) : ends], strict=True))
     graph, mapping = _forward_half(traced, behind, tangent)
     joint = Joint(GraphModule(torch.nn.Module(), graph), rows, random=[node.name for node in _drawn(draws)])
-    joint.plain, joint.plain_forward = traced, dict(forward)
+    joint.plain = traced
+    joint.plain_forward = {n.name: at.name for n, at in zip(keep, returned, strict=False) if isinstance(at, Node)}
     joint.tapped = {node.name: cotangent.name for node, cotangent in tapped.items()}
     joint.returned = [node.name for node in (*results(graph_module), *_drawn(draws))]
-    at = named(traced)
-    for name, place in reversed(forward.items()):
-        # Without the stops two forward nodes may be one node here: it has the name of the first.
-        if mapping[at[place]].op == "call_function":
-            rename(mapping[at[place]], name)
-    joint.forward = {name: mapping[at[place]].name for name, place in forward.items()}
+    joint.forward = _named_as_before(joint.plain_forward, named(traced), mapping)
     joint.gradients = dict.fromkeys(node.name for node in seeded.wanted)
     joint.gradients |= {node.name: mapping[made].name for node, made in zip(graded, returned[ends:], strict=True)}
     joint.mutated = len(results(graph_module)) - 1
@@ -120,6 +115,15 @@ def differentiate(
     joint.graph_module.graph.eliminate_dead_code()
     joint.graph_module.recompile()
     return joint
+
+
+def _named_as_before(places: dict[str, str], traced: dict[str, Node], mapping: dict[Node, Node]) -> dict[str, str]:
+    """Give joint nodes the names of the forward nodes that they stand for; where each of these is."""
+    for name, place in reversed(places.items()):
+        # Without the stops two forward nodes may be one node here: it has the name of the first.
+        if mapping[traced[place]].op == "call_function":
+            rename(mapping[traced[place]], name)
+    return {name: mapping[traced[place]].name for name, place in places.items()}
 
 
 def _drawn(draws: Sequence[Node]) -> list[Node]:
