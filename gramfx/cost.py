@@ -24,11 +24,15 @@ from gramfx.torch_compat import product_flops
 
 @dataclass(frozen=True)
 class Making:
-    """What it takes to make all rows of the Jacobian, of ``samples`` samples: flops, and bytes besides the rows."""
+    """What it takes to make all rows of the Jacobian, of ``samples`` samples.
+
+    ``flops``; ``scratch``: bytes alive besides the rows; ``touched``: the bytes that each operation reads and writes.
+    """
 
     samples: int
     flops: int
     scratch: int
+    touched: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Source:
         def rows(part: tuple[int, Any] | None) -> Sketch:
             share = 1 if part is None else part[1] / making.samples
             tape.flops[self.dtype] += tape.weight * round(share * making.flops)
+            for nbytes in making.touched:
+                tape.touch(round(share * nbytes))
             scratch = Sketch(tape, ("bytes",), (round(share * making.scratch),), torch.uint8, tape.source())
             scratch = scratch.again()
             made = Sketch(tape, axes, (round(share * self.shape[0]), *self.shape[1:]), self.dtype, tape.source())

@@ -13,7 +13,7 @@ from gramfx.cost import Making, Source, flops_of
 from gramfx.factors import row_cut
 from gramfx.fallback import Maker
 from gramfx.graph import ancestors, arguments, named
-from gramfx.memory import Profile
+from gramfx.memory import Profile, touched
 from gramfx.ops import GRAMIAN
 from gramfx.terms import ParameterTerms
 
@@ -84,5 +84,6 @@ def source_of(factor: Node, node: Node, batch: int, alive: Profile) -> Source:
     terms, number = terms_of(node), factors_of(node).index(factor)
     (term,) = [term for term in terms.terms if any(f.tensor == number for f in term.factors)]
     axis = row_cut([term])
-    making = Making(term.sizes[axis] if axis else 1, flops_of(region, batch), scratch)
+    work = tuple(filter(None, (touched(one, batch) for one in region)))
+    making = Making(term.sizes[axis] if axis else 1, flops_of(region, batch), scratch, work)
     return Source(source.shape, source.dtype, making)

@@ -106,6 +106,16 @@ def nbytes(storage: Storage, batch: int) -> int:
     return int(tensor.dtype.itemsize * math.prod(evaluated(size, batch) for size in tensor.shape))
 
 
+def touched(node: Node, batch: int) -> int:
+    """The bytes that a node reads and writes; none for one that only looks at its operand's memory."""
+    if node.target is operator.getitem or is_view(node):
+        return 0
+    made = node.meta.get("val")
+    written = len(made) if isinstance(made, (tuple, list)) else 1
+    sizes = [nbytes((node, index), batch) for index in range(written)]
+    return sum(sizes) + sum(nbytes((read, 0), batch) for read in node.all_input_nodes)
+
+
 def storages(graph_module: GraphModule) -> dict[Node, list[Storage]]:
     """The memory that each node's value lives in."""
     held: dict[Node, list[Storage]] = {}

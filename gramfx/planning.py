@@ -151,7 +151,8 @@ def _chunked(problem: Problem, recipe: Recipe, limit: int) -> Candidate | None:
     if not fitting and recipe.strategy == "outer":
         again = dataclasses.replace(recipe, remake=True)
         fitting = [one for one in _options(problem, again, limit) if one.cost.peak <= limit]
-    cached = [one for one in fitting if one.cost.peak <= small]
+    # Smaller blocks run inside the cache, unless rows have to be made again for them.
+    cached = [] if recipe.made else [one for one in fitting if one.cost.peak <= small]
     if not fitting:
         return None
     best = min(cached or fitting, key=lambda one: one.seconds)

@@ -68,12 +68,15 @@ class Tape:
         """Record one step; the number of what it made."""
         made = self.source()
         self.events.append(Event(tuple(read.value for read in reads), made, nbytes))
-        touched = nbytes + sum(read.nbytes for read in reads)
-        self.moved += self.weight * touched
-        if number(touched, self.at) > self.cache:
-            self.spilled += self.weight * touched
-        self.launches += self.weight
+        self.touch(nbytes + sum(read.nbytes for read in reads))
         return made
+
+    def touch(self, nbytes: Any) -> None:
+        """Count one operation that reads and writes so many bytes."""
+        self.moved += self.weight * nbytes
+        if number(nbytes, self.at) > self.cache:
+            self.spilled += self.weight * nbytes
+        self.launches += self.weight
 
     def loop(self, parts: Iterable[Any]) -> Iterator[Any]:
         """The first part of each kind, and a second one weighed by how many there are: the first adds to nothing."""
