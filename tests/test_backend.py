@@ -1,5 +1,6 @@
 """``torch.compile(model, backend="gramfx")``: plain training as ever, and Gramians with the criterion outside."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import gramfx
 from gramfx.errors import CoupledObjectivesError, DenseJacobianWarning, InputError
 from tests import reference
-from tests.architectures import ARCHITECTURES, Architecture, load, parameters
+from tests.architectures import ARCHITECTURES, FIXED, Architecture, load, load_resized, parameters
 from tests.architectures.base import SEED_FORWARD, apply_objective
 from tests.checks import untouched
 
@@ -135,6 +136,39 @@ def test_few_recompiles_over_batch_sizes(make: Callable[[], nn.Module]) -> None:
         ours.zero_grad()
         agrees(losses, gramian, F.cross_entropy(other(inputs), targets, reduction="none"), ours, other)
     assert graphs() - 1 <= 2
+
+
+def over_batch_sizes(architecture: Architecture) -> None:
+    """Batches of 4, 7, 12, 12 and 4 through one compiled model, against autograd, with two recompiles at most."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ours = load_resized(architecture, 4).model
+    run, first = compiled(ours), 0
+    for count in (4, 7, 12, 12, 4):
+        plain, other = load_resized(architecture, count), copy.deepcopy(ours)
+        with architecture.context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.manual_seed(SEED_FORWARD)
+            want = apply_objective(plain.objective, other(*plain.args, **plain.kwargs), plain.targets)
+            jacobian = reference.jacobian(want, reference.trainable(other))
+            torch.manual_seed(SEED_FORWARD)
+            objectives = apply_objective(plain.objective, run(*plain.args, **plain.kwargs), plain.targets)
+            gramian = gramfx.gramian(objectives)
+        assert reference.relative_error(gramian, jacobian @ jacobian.T) <= architecture.tolerance(torch.float64)
+        first = first or graphs()
+    assert graphs() - first <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_few_recompiles_on_all_architectures(part: int) -> None:
+    failed = {}
+    for architecture in [a for a in FLOAT64 if not a.slow and a.batch_size and a.name not in FIXED][part::8]:
+        try:
+            over_batch_sizes(architecture)
+        except Exception as problem:
+            failed[architecture.name] = repr(problem)
+    assert not failed
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import gramfx
 from tests import reference
-from tests.architectures import ARCHITECTURES, Architecture, load, parameters
+from tests.architectures import ARCHITECTURES, FIXED, Architecture, apply_objective, load_resized, parameters
 from tests.checks import exact, run
 
 NAMES = ("mlp", "conv_pool_linear", "encoder_layer", "tied_embedding_and_head_tokens")
@@ -18,44 +16,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 CHOSEN = [a for a in ARCHITECTURES if a.name in NAMES]
 #: Computes in float32 inside, where one backward and a sum of many round apart.
 CAST = "parameter_cast"
-FIXED = {
-    "flattened_tokens",
-    "scattered_into_data",
-    "samples_permuted",
-    "mean_of_pairs",
-    "token_order_mixed_up",
-    "sample_latents",
-    "sample_weights",
-    "sample_latents_concatenated",
-}
-
-
-def resized(tree: object, dim: int | None, count: int) -> object:
-    """Every tensor with ``count`` samples on ``dim``, those there are again and again."""
-
-    def one(leaf: object) -> object:
-        if not isinstance(leaf, Tensor) or dim is None or leaf.dim() == 0:
-            return leaf
-        return leaf.index_select(dim, torch.arange(count) % leaf.shape[dim])
-
-    return pytree.tree_map(one, tree)
 
 
 def one_graph(architecture: Architecture, dtype: torch.dtype, *, compile: bool) -> int:
     """Batches of 3, 5 and 9 against autograd; returns how many captures that took."""
-    loaded = load(architecture, dtype)
-    dims = (
-        architecture.in_dims if isinstance(architecture.in_dims, tuple) else (architecture.in_dims,) * len(loaded.args)
-    )
+    loaded = load_resized(architecture, architecture.batch_size, dtype)
     step = gramfx.transform(loaded.model, loaded.objective, in_dims=architecture.in_dims, compile=compile, dynamic=True)
     for count in (3, 5, 9):
         model = copy.deepcopy(loaded.model)
-        args = tuple(resized(tree, dim, count) for tree, dim in zip(loaded.args, dims, strict=True))
-        targets = resized(loaded.targets, 0, count)
-        objectives, gramian = step(*args, targets=targets)
-        output = model(*args)
-        given = () if targets is None else targets if isinstance(targets, tuple) else (targets,)
-        want = output if loaded.objective is None else loaded.objective(output, *given)
+        sized = load_resized(architecture, count, dtype)
+        objectives, gramian = step(*sized.args, targets=sized.targets)
+        want = apply_objective(sized.objective, model(*sized.args), sized.targets)
         jacobian = reference.jacobian(want, reference.trainable(model))
         tolerance = TOLERANCE[dtype]
         assert reference.relative_error(objectives, want) <= tolerance

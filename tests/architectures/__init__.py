@@ -13,6 +13,7 @@ from tests.architectures.base import (
     default_dtype,
     load,
     load_alone,
+    load_resized,
 )
 from tests.architectures.convolution import CONVOLUTION
 from tests.architectures.coupled import COUPLED, LOOKALIKES
@@ -30,12 +31,14 @@ from tests.architectures.vision import VISION
 __all__ = [
     "ARCHITECTURES",
     "FAMILIES",
+    "FIXED",
     "Architecture",
     "Loaded",
     "apply_objective",
     "default_dtype",
     "load",
     "load_alone",
+    "load_resized",
     "named",
     "parameters",
 ]
@@ -55,6 +58,17 @@ FAMILIES: dict[str, list[Architecture]] = {
     "lookalikes": LOOKALIKES,
     "shapes": SHAPES,
     "vision": VISION,
+}
+#: Their forward takes one batch size alone.
+FIXED = {
+    "flattened_tokens",
+    "scattered_into_data",
+    "samples_permuted",
+    "mean_of_pairs",
+    "token_order_mixed_up",
+    "sample_latents",
+    "sample_weights",
+    "sample_latents_concatenated",
 }
 ARCHITECTURES: list[Architecture] = [entry for family in FAMILIES.values() for entry in family]
 

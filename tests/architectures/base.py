@@ -133,18 +133,32 @@ def _bind(loaded: Loaded) -> Loaded:
     return replace(loaded, objective=lambda output: apply_objective(function, output, targets), targets=None)
 
 
-def _cut(tree: Any, dim: int | None, sample: int) -> Any:
-    def one(leaf: Any) -> Any:
-        return leaf.narrow(dim, sample, 1) if isinstance(leaf, Tensor) and dim is not None else leaf
+def _changed(architecture: Architecture, dtype: torch.dtype, change: Callable[[Any, int], Any]) -> Loaded:
+    """Loaded, then `change(tensor, dim)` of every tensor that holds samples."""
 
-    return pytree.tree_map(one, tree)
+    def changed(tree: Any, dim: int | None) -> Any:
+        def one(leaf: Any) -> Any:
+            return leaf if dim is None or not isinstance(leaf, Tensor) or not leaf.dim() else change(leaf, dim)
+
+        return pytree.tree_map(one, tree)
+
+    loaded = load(replace(architecture, closed=False), dtype)
+    dims = architecture.in_dims
+    each = dims if isinstance(dims, tuple) else (dims,) * len(loaded.args)
+    args = tuple(changed(tree, dim) for tree, dim in zip(loaded.args, each, strict=True))
+    rest = None if dims is None else 0
+    return replace(loaded, args=args, kwargs=changed(loaded.kwargs, rest), targets=changed(loaded.targets, rest))
 
 
 def load_alone(architecture: Architecture, sample: int, dtype: torch.dtype = torch.float64) -> Loaded:
     """The same model with one sample as its whole batch."""
-    loaded = load(replace(architecture, closed=False), dtype)
-    dims = architecture.in_dims
-    each = dims if isinstance(dims, tuple) else (dims,) * len(loaded.args)
-    args = tuple(_cut(tree, dim, sample) for tree, dim in zip(loaded.args, each, strict=True))
-    kwargs = {name: _cut(tree, 0, sample) for name, tree in loaded.kwargs.items()}
-    return replace(loaded, args=args, kwargs=kwargs, targets=_cut(loaded.targets, 0, sample))
+    return _changed(architecture, dtype, lambda tensor, dim: tensor.narrow(dim, sample, 1))
+
+
+def load_resized(architecture: Architecture, count: int, dtype: torch.dtype = torch.float64) -> Loaded:
+    """The same model with `count` samples, those there are, again and again."""
+
+    def change(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.index_select(dim, torch.arange(count) % tensor.shape[dim])
+
+    return _changed(architecture, dtype, change)
