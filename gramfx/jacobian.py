@@ -170,11 +170,12 @@ class _Pull:
         draws = [held[slots + index] for index in region.draws]
         given = held if mode == SINGLE else [*held[:slots], *draws]
         program = region.gramian(mode, node.ctx.batch, self.coupled)
+        batched = mode.batched and region.batched and node.ctx.batch is not None
         with autocast_off():
-            (found,) = program(*given, *contiguous_all(cotangents))
-            if region.untried(mode):
+            (found,) = program.at(node.ctx.batch if batched else 1)(*given, *contiguous_all(cotangents))
+            if program.untried:
                 _confirm(node, mode, found, held, cotangents)
-                region.passed(mode)
+                program.passed()
         result: Tensor = found
         return result
 

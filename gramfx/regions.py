@@ -23,6 +23,7 @@ from gramfx.gramians import gramian_nodes
 from gramfx.graph import named, output_node, placeholders, rename, results, value
 from gramfx.memory import nbytes
 from gramfx.passes.canonicalize import canonicalize, verify_canonical
+from gramfx.passes.fix_batch import fix_batch
 from gramfx.passes.lower_contractions import verify_lowered
 from gramfx.passes.partition import extract, residuals
 from gramfx.passes.plan_contractions import Bounds
@@ -55,17 +56,29 @@ class GramianProgram:
     graph_module: GraphModule
     bounds: Bounds
     lowering: Lowering
+    planning: Planning
+    compiled: Callable[[GraphModule], Runnable]
     made: list[tuple[Fitted, Runnable]] = field(default_factory=list)
+    tried: int = 0
 
-    def run(self, batch: int, planning: Planning, compiled: Callable[[GraphModule], Runnable]) -> Runnable:
+    def at(self, batch: int) -> Runnable:
         """The program for a batch size."""
         for one, runnable in self.made:
             if batch in one.plan.regime:
                 return runnable
-        one = fitted(self.graph_module, batch, self.bounds, planning)
+        one = fitted(self.graph_module, batch, self.bounds, self.planning)
         verify_lowered(one.lowered)
-        self.made.append((one, compiled(one.lowered)))
+        self.made.append((one, self.compiled(one.lowered)))
         return self.made[-1][1]
+
+    @property
+    def untried(self) -> bool:
+        """Whether the latest program has still to stand its trial."""
+        return self.tried < len(self.made)
+
+    def passed(self) -> None:
+        """The latest program stood its trial."""
+        self.tried = len(self.made)
 
 
 class CompiledRegion:
@@ -96,8 +109,9 @@ class CompiledRegion:
         if symbolic and not is_symbolic(batch_size):
             raise StaticBatchNeeded("an op of the model fixes the batch size")
         self._cut(joint.gradients)
-        self.gramians: dict[Mode, GramianProgram] = {}
-        self.tried: set[tuple[Mode, int]] = set()
+        #: By mode, and by the batch size where a mode needs one that is no symbol.
+        self.gramians: dict[tuple[Mode, int | None], GramianProgram] = {}
+        self.static: set[Mode] = set()
 
     def _places(self, batch_size: int | torch.SymInt | None) -> tuple[int | None, ...]:
         """The dim of each differentiable output that holds the samples, and nothing else."""
@@ -148,26 +162,32 @@ class CompiledRegion:
         """``(*slots, *saved, *cotangents) -> gradients`` of the wanted slots that a gradient reaches."""
         return self._runnable(self.gradient_graph)
 
-    def gramian(self, mode: Mode, batch: int | None, coupled: str) -> Runnable:
+    def gramian(self, mode: Mode, batch: int | None, coupled: str) -> GramianProgram:
         """``(*slots, *saved, *cotangents) -> Gramian`` for the single mode, with ``draws`` for ``saved`` in others.
 
         coupled: ``"error"`` where an op inside shall not mix samples; else the first call for a mode warns of it.
         """
-        new = mode not in self.gramians
+        new = (mode, self._fixed(mode, batch)) not in self.gramians
         if new:
-            self.gramians[mode] = self._shared() if mode == SINGLE else self._alone(mode)
+            self._make(mode, batch)
+        program = self.gramians[mode, self._fixed(mode, batch)]
         if mode.batched and (new or coupled == "error"):
-            report_coupling(self.gramians[mode].lowering, "error" if coupled == "error" else "warn")
-        hint = 1 if self.batch_size is None or batch is None or not mode.batched else batch
-        return self.gramians[mode].run(hint, self.planning, self._runnable)
+            report_coupling(program.lowering, "error" if coupled == "error" else "warn")
+        return program
 
-    def untried(self, mode: Mode) -> bool:
-        """Whether the latest program of a mode has still to stand its trial."""
-        return (mode, len(self.gramians[mode].made)) not in self.tried
+    def _fixed(self, mode: Mode, batch: int | None) -> int | None:
+        """The batch size that a program for this mode is made for, where it cannot be a symbol."""
+        return batch if is_symbolic(self.batch_size) and (not mode.batched or mode in self.static) else None
 
-    def passed(self, mode: Mode) -> None:
-        """The latest program of a mode stood its trial."""
-        self.tried.add((mode, len(self.gramians[mode].made)))
+    def _make(self, mode: Mode, batch: int | None) -> None:
+        fixed = self._fixed(mode, batch)
+        try:
+            self.gramians[mode, fixed] = self._shared() if mode == SINGLE else self._alone(mode, fixed)
+        except StaticBatchNeeded:
+            if fixed is not None or batch is None:
+                raise
+            self.static.add(mode)
+            self._make(mode, batch)
 
     def _shared(self) -> GramianProgram:
         kept = [(node, 0) for node in self.saved]
@@ -175,26 +195,32 @@ class CompiledRegion:
         def rest(batch: int) -> int:
             return max(0, self.lowering.plain_peak(batch) - sum(nbytes(one, batch) for one in kept))
 
-        return GramianProgram(self.gramian_graph, self._bounds(rest), self.lowering)
+        return self._program(self.gramian_graph, rest, self.lowering, None)
 
-    def _alone(self, mode: Mode) -> GramianProgram:
-        """Replays the forward, with the draws of the first run."""
+    def _alone(self, mode: Mode, fixed: int | None) -> GramianProgram:
+        """Replays the forward, with the draws of the first run. fixed: the only batch size, where it is no symbol."""
         lowering = Lowering()
         drawn = _with_draws_given(self.canonical, self.lowering.draws)
+        drawn = drawn if fixed is None else fix_batch(drawn, fixed)
         for node in placeholders(drawn):
             if node.meta.get("parameter") in mode.excluded:
                 del node.meta["parameter"]
         places = Places(self.places, mode.count, mode.batched)
         lowering.stages["canonical"] = seed_outputs(drawn, self.seeded, places)
-        insert(lowering, self.batch_size if mode.batched else None)
+        insert(lowering, (self.batch_size if fixed is None else fixed) if mode.batched else None)
         graph_module = lowering.inserted
         assert graph_module is not None
         output_node(graph_module).args = ((results(graph_module)[1],),)
         graph_module.graph.eliminate_dead_code()
-        return GramianProgram(graph_module, self._bounds(lowering.plain_peak), lowering)
+        return self._program(graph_module, lowering.plain_peak, lowering, fixed)
 
-    def _bounds(self, plain: Callable[[int], int]) -> Bounds:
-        return Bounds(plain, lambda batch: self.planning.budget(self.lowering.plain_peak(batch)))
+    def _program(
+        self, graph_module: GraphModule, plain: Callable[[int], int], lowering: Lowering, fixed: int | None
+    ) -> GramianProgram:
+        def budget(batch: int) -> int:
+            return self.planning.budget(self.lowering.plain_peak(fixed or batch))
+
+        return GramianProgram(graph_module, Bounds(plain, budget), lowering, self.planning, self._runnable)
 
 
 def _copied(graph_module: GraphModule) -> GraphModule:

@@ -46,6 +46,7 @@ __all__ = [
     "RELAXED",
     "FakeTensor",
     "FakeTensorMode",
+    "Fixed",
     "InputKind",
     "OutputKind",
     "ambient_state",
@@ -115,6 +116,28 @@ _RECURRENT = (
 def is_symbolic(size: Any) -> bool:
     """Whether a size is still a symbol, not a number."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+class Fixed:
+    """Values with a symbolic batch as they are at one batch size, fake tensors in a mode of their own."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def __call__(self, held: Any) -> Any:
+        """The same with numbers for symbols."""
+        return pytree.tree_map(self._one, held)
+
+    def _one(self, leaf: Any) -> Any:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            expression = leaf.node.expr
+            return leaf.node.pytype(expression.subs(dict.fromkeys(expression.free_symbols, self.batch)))
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self.mode:
+            shape, stride = self(tuple(leaf.shape)), self(tuple(leaf.stride()))
+            return torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
 
 
 def data_dependent(held: Any) -> bool:

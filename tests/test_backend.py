@@ -138,6 +138,18 @@ def test_few_recompiles_over_batch_sizes(make: Callable[[], nn.Module]) -> None:
     assert graphs() - 1 <= 2
 
 
+@pytest.mark.parametrize("criterion", [lambda o: o.mean(), lambda o: o[:, 0] - o[:, 0].mean(), lambda o: o])
+def test_criteria_over_batch_sizes(criterion: Callable[[Tensor], Tensor]) -> None:
+    ours, other = net(), net()
+    run = compiled(ours)
+    for batch in (4, 7, 12, 12, 4):
+        objectives = criterion(run(data(batch)[0]))
+        gramian = gramfx.gramian(objectives)
+        ours.zero_grad()
+        agrees(objectives, gramian, criterion(other(data(batch)[0])), ours, other)
+    assert graphs() - 1 <= 2
+
+
 def over_batch_sizes(architecture: Architecture) -> None:
     """Batches of 4, 7, 12, 12 and 4 through one compiled model, against autograd, with two recompiles at most."""
     torch._dynamo.reset()
