@@ -47,14 +47,15 @@ def plain_peak(model: str, batch: int) -> int:
     """Of losses and the gradients of their sum."""
     with FakeTensorMode():
         held = workload(model, batch)
-    names, values = zip(*held.model.named_parameters(), strict=True)
+    learned, buffers = dict(held.model.named_parameters()), dict(held.model.named_buffers())
 
-    def forward_backward(parameters: list[Tensor], inputs: tuple[Tensor, ...], targets: Tensor) -> list[Tensor]:
-        output = functional_call(held.model, dict(zip(names, parameters, strict=True)), inputs)
-        losses = held.objective(output, targets)
-        return [losses.detach(), *torch.autograd.grad(losses.sum(), parameters)]
+    def forward_backward(
+        parameters: dict[str, Tensor], others: dict[str, Tensor], inputs: tuple[Tensor, ...], targets: Tensor
+    ) -> list[Tensor]:
+        losses = held.objective(functional_call(held.model, {**parameters, **others}, inputs), targets)
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), list(parameters.values()))]
 
-    return peak(forward_backward, (list(values), held.inputs, held.targets))
+    return peak(forward_backward, (learned, buffers, held.inputs, held.targets))
 
 
 def our_peak(model: str) -> Callable[[int], int]:

@@ -12,17 +12,18 @@ from gramfx.capture import capture, confirm, probe_of
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.errors import InputError, StaticBatchWarning
-from gramfx.fitting import Planning, replanned
+from gramfx.fitting import Lowering, Planning, replanned
 from gramfx.measure import fastest_measured
 from gramfx.passes.plan_contractions import fastest_predicted
 from gramfx.pipeline import STAGES, lower
 from gramfx.plan import Plan, parse_bytes
-from gramfx.printing import print_graph, text
 from gramfx.program import Call, InDims, Program, read_call
 from gramfx.runtime import Compiled
 from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size, is_symbolic
 from gramfx.uses import StaticBatchNeeded
+from gramfx.view import StageView, views
+from gramfx.view.text import text
 
 Objective = Callable[..., Tensor]
 #: A compiled capture, the program whose tensors it runs on, and what its key keeps alive.
@@ -32,15 +33,15 @@ Made = tuple[Compiled, Program, list[Any]]
 class Stage:
     """One stage of a transformed model: a graph to read, run, save or compile elsewhere."""
 
-    def __init__(self, name: str, graph_module: GraphModule) -> None:
-        self.name, self.graph_module = name, graph_module
+    def __init__(self, name: str, graph_module: GraphModule, view: StageView) -> None:
+        self.name, self.graph_module, self.view = name, graph_module, view
 
     def __str__(self) -> str:
-        return text(self.graph_module)
+        return text(self.view)
 
     def print(self) -> None:
-        """Print one node a line: name, shape, op, operands, module path."""
-        print_graph(self.graph_module)
+        """Print one node a line: name, op, axes, what it reads, what it is there for, module path."""
+        print(self)
 
 
 class Step(nn.Module):
@@ -109,16 +110,22 @@ class Step(nn.Module):
         """The graph after a stage of the latest call or capture: one of ``gramfx.STAGES``."""
         if name not in STAGES:
             raise InputError("there is no such stage", expected=", ".join(STAGES), got=repr(name))
+        lowering = self.lowering
+        return Stage(name, lowering.stages[name], views(lowering)[name])
+
+    @property
+    def lowering(self) -> Lowering:
+        """Everything about the latest call or capture."""
         if self._last is None:
             raise InputError("nothing was captured yet", remedy="call the step, or step.capture(...), first")
-        return Stage(name, self._last.lowering.stages[name])
+        return self._last.lowering
 
     @property
     def plan(self) -> Plan:
         """How the latest call or capture contracts each parameter, and what that costs."""
-        if self._last is None or self._last.lowering.plan is None:
-            raise InputError("nothing was captured yet", remedy="call the step, or step.capture(...), first")
-        return self._last.lowering.plan
+        plan = self.lowering.plan
+        assert plan is not None
+        return plan
 
     @property
     def captures(self) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from gramfx.cost import flops_of
+from gramfx.cost import flops_of, seconds_of
 from gramfx.fallback import parameters_behind
 from gramfx.graph import named
+from gramfx.machine import Machine
 from gramfx.memory import Added, nbytes, profile
 from gramfx.passes.differentiate import Joint
 from gramfx.terms import SYMBOLIC, ParameterTerms, Term
@@ -48,6 +49,12 @@ def plain_flops(joint: Joint, terms: Sequence[ParameterTerms], batch: int) -> in
     """Forward, backward with one cotangent, and the weight gradients."""
     weights = sum(_weight_flops(term, batch) for held in terms for term in held.terms)
     return flops_of(joint.plain.graph.nodes, batch) + weights
+
+
+def plain_seconds(joint: Joint, terms: Sequence[ParameterTerms], batch: int, machine: Machine) -> float:
+    """The predicted time of the same."""
+    weights = sum(_weight_flops(term, batch) for held in terms for term in held.terms)
+    return seconds_of(joint.plain.graph.nodes, batch, machine) + weights / machine.flops["float32"]
 
 
 def _weight_flops(term: Term, batch: int) -> int:

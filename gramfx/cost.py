@@ -17,6 +17,7 @@ from gramfx.arrays import Made
 from gramfx.emit import gramian_array
 from gramfx.graph import value
 from gramfx.machine import Machine
+from gramfx.memory import touched
 from gramfx.sketch import BATCH, Sketch, Tape, evaluated, number, polynomial
 from gramfx.terms import ParameterTerms
 from gramfx.torch_compat import product_flops
@@ -136,6 +137,22 @@ def flops_of(nodes: Iterable[Node], batch: int) -> int:
             args, kwargs = map_arg((node.args, node.kwargs), value)
             total += evaluated(product_flops(node.target, args, kwargs, node.meta.get("val")), batch)
     return total
+
+
+def seconds_of(nodes: Iterable[Node], batch: int, machine: Machine) -> float:
+    """The predicted time of a graph's calls run one by one, a symbolic batch at ``batch``."""
+    total = 0.0
+    for node in nodes:
+        nbytes = touched(node, batch) if isinstance(node.target, torch._ops.OpOverload) else 0
+        if nbytes:
+            bandwidth = machine.bandwidth if nbytes > machine.cache else machine.cached_bandwidth
+            rate = machine.flops["float64" if _is_double(value(node)) else "float32"]
+            total += nbytes / bandwidth + machine.latency + flops_of([node], batch) / rate
+    return total
+
+
+def _is_double(held: Any) -> bool:
+    return isinstance(held, torch.Tensor) and held.dtype == torch.float64
 
 
 def expression(size: Any) -> sympy.Expr:

@@ -14,7 +14,7 @@ from gramfx.cost import flops_of
 from gramfx.errors import MemoryBudgetError
 from gramfx.gradients import KeptGradient
 from gramfx.graph import output_node, results, value, where
-from gramfx.machine import machine_of
+from gramfx.machine import Machine, machine_of
 from gramfx.memory import Profile, profile
 from gramfx.passes.erase_clones import erase_clones
 from gramfx.passes.lower_contractions import lower_contractions, verify_lowered
@@ -70,6 +70,7 @@ class Lowering:
     uses: list[Use] = field(default_factory=list)
     plain_peak: Callable[[int], int] = lambda batch: 0
     plain_flops: Callable[[int], int] = lambda batch: 0
+    plain_seconds: Callable[[int, Machine], float] = lambda batch, machine: 0.0
 
 
 def replanned(lowering: Lowering, batch: int, planning: Planning) -> Lowering:

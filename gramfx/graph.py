@@ -147,6 +147,12 @@ class Builder:
         return node
 
 
+def mark(graph_module: GraphModule, role: str, subject: str = "") -> None:
+    """Say in ``meta["role"]`` what the calls of a graph are there for: a role, and what they do it for."""
+    for node in graph_module.graph.nodes:
+        node.meta["role"] = (role, subject)
+
+
 def inline(graph: Graph, inner: GraphModule, arguments: list[Any]) -> list[Any]:
     """Copy ``inner``'s nodes into ``graph`` at its insertion point, reading ``arguments``; return what it returns."""
     mapping: dict[Node, Any] = dict(zip(placeholders(inner), arguments, strict=True))

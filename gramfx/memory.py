@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
@@ -110,10 +111,14 @@ def touched(node: Node, batch: int) -> int:
     """The bytes that a node reads and writes; none for one that only looks at its operand's memory."""
     if node.target is operator.getitem or is_view(node):
         return 0
+    return sum(map(_all_bytes, (node, *node.all_input_nodes), itertools.repeat(batch)))
+
+
+def _all_bytes(node: Node, batch: int) -> int:
+    """Of all tensors that a node makes."""
     made = node.meta.get("val")
-    written = len(made) if isinstance(made, (tuple, list)) else 1
-    sizes = [nbytes((node, index), batch) for index in range(written)]
-    return sum(sizes) + sum(nbytes((read, 0), batch) for read in node.all_input_nodes)
+    outputs = made if isinstance(made, (tuple, list)) else [made]
+    return sum(nbytes((node, index), batch) for index, one in enumerate(outputs) if isinstance(one, Tensor))
 
 
 def storages(graph_module: GraphModule) -> dict[Node, list[Storage]]:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gramfx.axes import Value
-from gramfx.baseline import plain_flops, plain_peak
+from gramfx.baseline import plain_flops, plain_peak, plain_seconds
 from gramfx.captured import Captured
 from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
 from gramfx.fitting import DEFAULT, Lowering, Planning, replanned
@@ -93,6 +93,7 @@ def insert(
     terms = [terms_of(node) for node in gramian_nodes(done.inserted)]
     done.plain_peak = functools.cache(lambda batch: plain_peak(joint, uses, batch))
     done.plain_flops = lambda batch: plain_flops(joint, terms, batch)
+    done.plain_seconds = lambda batch, machine: plain_seconds(joint, terms, batch, machine)
     return joint
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 import torch._decomp
 import torch._dynamo
@@ -75,6 +76,7 @@ __all__ = [
     "same_size",
     "size_conditions",
     "source_name",
+    "spelled",
     "trace",
     "tracing_quirks",
 ]
@@ -116,6 +118,14 @@ _RECURRENT = (
 def is_symbolic(size: Any) -> bool:
     """Whether a size is still a symbol, not a number."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def spelled(size: Any) -> str:
+    """A size as text, ``B`` for a symbolic batch."""
+    if not is_symbolic(size):
+        return str(size)
+    expression = size.node.expr
+    return str(expression.subs(dict.fromkeys(expression.free_symbols, sympy.Symbol("B"))))
 
 
 class Fixed:

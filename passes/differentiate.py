@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramfx.errors import UnsupportedError, VerificationError
-from gramfx.graph import dependents, inline, named, placeholders, rename, results, value, where
+from gramfx.graph import dependents, inline, mark, named, placeholders, rename, results, value, where
 from gramfx.provenance import is_random
 from gramfx.torch_compat import contiguous, fake_mode_of, is_symbolic, pytree, repeated, trace
 from gramfx.uses import Rows
@@ -96,7 +96,7 @@ def differentiate(
     joint.plain_forward = {n.name: at.name for n, at in zip(keep, returned, strict=False) if isinstance(at, Node)}
     joint.tapped = {node.name: cotangent.name for node, cotangent in tapped.items()}
     joint.returned = [node.name for node in (*results(graph_module), *_drawn(draws))]
-    joint.forward = _named_as_before(joint.plain_forward, named(traced), mapping)
+    joint.forward = _named_as_before(keep, joint.plain_forward, named(traced), mapping)
     joint.gradients = dict.fromkeys(node.name for node in seeded.wanted)
     joint.gradients |= {node.name: mapping[made].name for node, made in zip(graded, returned[ends:], strict=True)}
     joint.mutated = len(results(graph_module)) - 1
@@ -117,8 +117,13 @@ def differentiate(
     return joint
 
 
-def _named_as_before(places: dict[str, str], traced: dict[str, Node], mapping: dict[Node, Node]) -> dict[str, str]:
-    """Give joint nodes the names of the forward nodes that they stand for; where each of these is."""
+def _named_as_before(
+    keep: Sequence[Node], places: dict[str, str], traced: dict[str, Node], mapping: dict[Node, Node]
+) -> dict[str, str]:
+    """Give joint nodes the names and axes of the forward nodes that they stand for; where each of these is."""
+    for node in keep:
+        if node.name in places:
+            mapping[traced[places[node.name]]].meta["axes"] = node.meta.get("axes")
     for name, place in reversed(places.items()):
         # Without the stops two forward nodes may be one node here: it has the name of the first.
         if mapping[traced[place]].op == "call_function":
@@ -309,11 +314,13 @@ def _append(
 
     with torch.no_grad():
         inner = trace(run, [value(node) for node in inputs])
+    mark(inner, "backward")
     made = inline(joint.graph, inner, inputs)
     for node, cotangent in zip(wanted, made, strict=True):
         # One cotangent may serve several uses, and may be a value of the forward graph.
         if cotangent not in mapping.values() and not cotangent.name.endswith("_cotangent"):
             rename(cotangent, f"{node.name}_cotangent")
+            cotangent.meta |= {"role": ("cotangent", node.name), "axes": node.meta.get("axes")}
         store[node.name] = cotangent.name
     return made
 

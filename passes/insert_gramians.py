@@ -147,7 +147,7 @@ class _Insertion:
         total: Node | None = None
         for parameter, found in reversed(self.found.items()):
             node = self._gramian(parameter, found, objectives, exact)
-            total = node if total is None else self.build(aten.add.Tensor, total, node)
+            total = node if total is None else self._plus(total, node)
         dtype = _result_dtype(list(self.found) or [objectives])
         if total is None:
             size = value(objectives).numel()
@@ -159,6 +159,11 @@ class _Insertion:
         rename(total, "gramian")
         return total
 
+    def _plus(self, total: Node, node: Node) -> Node:
+        added = self.build(aten.add.Tensor, total, node)
+        added.meta["role"] = ("sum", "")
+        return added
+
     def _gramian(self, parameter: Node, found: list[Found], objectives: Node, exact: bool) -> Node:
         tensors = list(dict.fromkeys(node for _, nodes in found for node in nodes))
         terms = tuple(_pointing(term, nodes, tensors) for term, nodes in found)
@@ -167,6 +172,7 @@ class _Insertion:
         dtype = _accumulated(value(parameter).dtype)
         node = self.build(GRAMIAN, tensors, objectives, held.to_json(), dtype)
         rename(node, f"{parameter.name}_gramian")
+        node.meta["role"] = ("gramian", name)
         return node
 
 

@@ -17,7 +17,7 @@ from gramfx.emit import gramian_of
 from gramfx.errors import VerificationError
 from gramfx.fallback import Maker
 from gramfx.gramians import accumulated_in, factors_of, gramian_nodes, maker_of, terms_of
-from gramfx.graph import inline, named, rename, value
+from gramfx.graph import inline, mark, named, rename, value
 from gramfx.terms import ParameterTerms
 from gramfx.torch_compat import trace
 
@@ -35,6 +35,7 @@ def lower_contractions(graph_module: GraphModule) -> GraphModule:
         key = (terms.to_json(), dtype, *makers, *(_layout(tensor) for tensor in values))
         if key not in traced:
             traced[key] = _traced(terms, dtype, makers, values)
+        mark(traced[key], "contraction", terms_of(node).parameter)
         with graph_module.graph.inserting_before(node):
             made = inline(graph_module.graph, traced[key], list(read))[0]
         node.replace_all_uses_with(made)
