@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from gramfx.artifacts import record
 from gramfx.capture import capture, confirm, probe_of
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
@@ -22,7 +23,7 @@ from gramfx.runtime import Compiled
 from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size, is_symbolic
 from gramfx.uses import StaticBatchNeeded
-from gramfx.view import StageView, views
+from gramfx.view import StageView, view
 from gramfx.view.text import text
 
 Objective = Callable[..., Tensor]
@@ -68,6 +69,8 @@ class Step(nn.Module):
             self.reached = nn.ModuleList(modules_of(model))
         self._reuse, self._coupled, self._inductor, self._dynamic = reuse, coupled, compile, dynamic
         self._planning = planning
+        #: Whether new captures and plans are tried against the model itself; ``capture`` runs nothing without.
+        self.trial = True
         self._made: dict[Hashable, list[Made]] = {}
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
@@ -96,7 +99,7 @@ class Step(nn.Module):
         return compiled(program, [*call.tensors, *program.loose])
 
     def capture(self, *args: Any, targets: Any = None, **kwargs: Any) -> Step:
-        """Compile for arguments like these without running; returns the step itself."""
+        """Compile for arguments like these, and try it once against the model; returns the step itself."""
         self._compiled(self._read(args, kwargs, targets))
         return self
 
@@ -111,7 +114,7 @@ class Step(nn.Module):
         if name not in STAGES:
             raise InputError("there is no such stage", expected=", ".join(STAGES), got=repr(name))
         lowering = self.lowering
-        return Stage(name, lowering.stages[name], views(lowering)[name])
+        return Stage(name, lowering.stages[name], view(lowering, name))
 
     @property
     def lowering(self) -> Lowering:
@@ -159,7 +162,8 @@ class Step(nn.Module):
         captured = compiled.captured
         with autocast_off():
             lowering = replanned(compiled.lowering, batch, self._planning)
-        if self._reuse == "exact":
+        record(lowering)
+        if self.trial and self._reuse == "exact":
             confirm(captured, lowering.stages["lowered"], program, call, probe_of(captured, program, call))
         made.append((Compiled(captured, lowering, self._inductor), program, kept))
         return made[-1][:2]
@@ -209,7 +213,8 @@ class Step(nn.Module):
         exact = self._reuse == "exact"
         with autocast_off():
             lowering = lower(captured, size, exact=exact, coupled=self._coupled, planning=self._planning)
-        if exact:
+        record(lowering)
+        if self.trial and exact:
             confirm(captured, lowering.stages["lowered"], program, call)
         program.call = None
         return Compiled(captured, lowering, self._inductor), program

@@ -6,6 +6,7 @@ Gramian of the objectives whose cotangents come in.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gramfx.artifacts import record
 from gramfx.axes import Value
 from gramfx.captured import Captured
 from gramfx.fitting import Fitted, Lowering, Planning, fitted
@@ -68,6 +70,8 @@ class GramianProgram:
                 return runnable
         one = fitted(self.graph_module, batch, self.bounds, self.planning)
         verify_lowered(one.lowered)
+        stages = {**self.lowering.stages, "gramian": one.gramian, "planned": one.planned, "lowered": one.lowered}
+        record(dataclasses.replace(self.lowering, stages=stages, plan=one.plan))
         self.made.append((one, self.compiled(one.lowered)))
         return self.made[-1][1]
 

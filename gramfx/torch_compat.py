@@ -19,6 +19,7 @@ import torch._functorch.config
 import torch.export
 import torch.nn.utils.rnn
 from torch import Tensor, nn
+from torch._logging._internal import trace_log, trace_structured
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -78,6 +79,8 @@ __all__ = [
     "source_name",
     "spelled",
     "trace",
+    "trace_artifact",
+    "tracing_artifacts",
     "tracing_quirks",
 ]
 
@@ -266,7 +269,9 @@ def export_program(
     """
     batch = torch.export.Dim("batch", min=2)
     shapes = tuple({} if dim is None else {dim: batch} for dim in batch_dims)
-    with tracing_quirks():
+    # Export prints the graph that it could not finish.
+    quiet = mock.patch("torch.export._trace.print", lambda *_, **__: None, create=True)
+    with tracing_quirks(), quiet:
         exported = torch.export.export(
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
@@ -490,6 +495,22 @@ def source_name(node: torch.fx.Node) -> str:
     """Where Dynamo found the value of a placeholder, as ``L['self']._modules['fc']._parameters['weight']``."""
     source = getattr(node, "_dynamo_source", None)
     return "" if source is None else str(source.name() if callable(source.name) else source.name)
+
+
+def tracing_artifacts() -> bool:
+    """Whether ``TORCH_TRACE`` asks for structured traces."""
+    # Torch has a handler of its own from the start, which writes nothing where no folder is named.
+    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
+
+
+def trace_artifact(name: str, payload: str) -> None:
+    """A text in the structured trace, which tlparse shows under this name."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: payload,
+        expect_trace_id=False,
+    )
 
 
 def product_flops(op: Any, args: Any, kwargs: Any, result: Any) -> Any:

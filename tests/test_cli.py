@@ -1,24 +1,45 @@
 """The command line."""
 
+import itertools
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
 
 import gramfx
 from gramfx.cli import main
+from gramfx.cli.spec import read_inputs
+from gramfx.cli.target import model_of
+from gramfx.emit import gramian_of
+from gramfx.passes import lower_contractions
+from gramfx.terms import ParameterTerms
 
 RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["demo", "-h"]], ids=" ".join)
-def test_help_has_an_example(arguments: list[str]) -> None:
+@pytest.mark.parametrize("command", ["", "demo", "dump", "plan", "check"])
+def test_help_has_an_example(command: str) -> None:
     """Every help page shows a command that works."""
-    result = RUNNER.invoke(main, arguments)
-    assert result.exit_code == 0
-    assert "Example: gramfx demo" in result.output
+    for option in ("--help", "-h"):
+        result = RUNNER.invoke(main, [*filter(None, [command]), option])
+        assert result.exit_code == 0
+        assert f"Example: gramfx {command or 'demo'}" in result.output
+
+
+def test_exit_codes_are_told() -> None:
+    text = " ".join(RUNNER.invoke(main, ["--help"]).output.split())
+    assert "0 all is well; 1 what was checked is wrong; 2 the command could not be carried out" in text
+
+
+def test_shells_can_complete() -> None:
+    assert "--install-completion" in RUNNER.invoke(main, ["--help"]).output
 
 
 def test_help_agrees_with_the_options() -> None:
@@ -69,3 +90,224 @@ def test_runs_as_a_module() -> None:
     """``python -m gramfx`` is the same command."""
     done = subprocess.run([sys.executable, "-m", "gramfx", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"gramfx {gramfx.__version__}"
+
+
+# ---------------------------------------------------------------- targets and inputs
+
+ROOT = Path(__file__).parent.parent
+MODELS = str(ROOT / "examples" / "models.py")
+LOSS = ["--objective", f"{MODELS}:loss_per_sequence"]
+TIED = [f"{MODELS}:Tied", "-i", "i64[B=4,6]<11", "-t", "i64[B,6]<11", *LOSS]
+LINEAR = "torch.nn:Linear(in_features=3, out_features=2)"
+
+
+def invoked(*arguments: str) -> Result:
+    return RUNNER.invoke(main, [*arguments, "--quiet"])
+
+
+@pytest.mark.parametrize(
+    ("target", "made"),
+    [
+        (LINEAR, "Linear(in_features=3, out_features=2, bias=True)"),
+        ("torch.nn:Linear(in_features=3, out_features=2, bias=False)", "out_features=2, bias=False)"),
+        (f"{MODELS}:Tied(words=5)", "(embedding): Embedding(5, 4)"),
+        (f"{MODELS}:Tied", "(embedding): Embedding(11, 4)"),
+        (f"{MODELS}:convolutions(channels=2)", "(5): Linear(in_features=32, out_features=10, bias=True)"),
+        ("tests.test_cli:MADE", "ReLU()"),
+    ],
+)
+def test_targets_name_modules_classes_and_factories(target: str, made: str) -> None:
+    assert made in str(model_of(target))
+
+
+MADE = nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        ("torch.nn", "this is no target"),
+        ("nope.nope:Model", "No module named 'nope'"),
+        ("missing.py:Model", "no file missing.py"),
+        (f"{MODELS}:Missing", "got: 'Missing'"),
+        (f"{MODELS}:Tied(", "cannot be read"),
+        (f"{MODELS}:Tied(words=__import__('os').getcwd())", "cannot be read"),
+        (f"{MODELS}:Tied(5)", "arguments need names"),
+        (f"{MODELS}:Tied(colour=5)", "unexpected keyword argument 'colour'"),
+        (f"{MODELS}:Tied()()", "only names and dots"),
+        ("math:pi", "'float' object is not callable"),
+        ("builtins:len(obj='ab')", "could not be made"),
+    ],
+)
+def test_wrong_targets_are_one_line(target: str, fault: str) -> None:
+    refused(invoked("dump", target, "-i", "f32[4,3]"), fault)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ("f32[4,3", "an input cannot be read"),
+        ("f33[4,3]", "dtypes f64, f32"),
+        ("f32[4,x]", "a size that is no number"),
+        ("f32[B,3]", "B has no size"),
+        ("f32[B=4,B]", "several batch dims"),
+        ("f32[4,5]", "the model refuses the input"),
+        ("i64[4,3]", "the model refuses the input"),
+    ],
+)
+def test_wrong_inputs_are_one_line(spec: str, fault: str) -> None:
+    refused(invoked("dump", LINEAR, "-i", spec), fault)
+
+
+def test_what_cannot_be_captured_is_one_line() -> None:
+    result = invoked("dump", "tests.test_cli:Branching", "-i", "f32[4,3]")
+    refused(result, "control flow or shapes depend on tensor values")
+    assert "test_cli.py" in result.stderr
+
+
+class Branching(nn.Module):
+    """Its path depends on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Doubled where it is positive."""
+        out = self.linear(inputs)
+        return out * 2 if out.sum() > 0 else out
+
+
+def refused(result: Result, fault: str) -> None:
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("gramfx: ")
+    assert fault in line
+    assert "Traceback" not in result.output
+
+
+def test_traceback_shows_where_an_error_came_from() -> None:
+    result = RUNNER.invoke(main, ["dump", "nope:Model", "-i", "f32[4,3]", "--traceback"])
+    assert isinstance(result.exception, gramfx.errors.InputError)
+
+
+def test_inputs_are_what_they_say() -> None:
+    given = read_inputs(["f32[2,B=5]", "mask=b8[B,3]", "bf16[]"], ["i64[B,7]<1000"])
+    assert [(one.dtype, tuple(one.shape)) for one in given.args] == [
+        (torch.float32, (2, 5)),
+        (torch.bfloat16, ()),
+    ]
+    assert given.kwargs["mask"].dtype == torch.bool
+    assert given.targets is not None
+    assert given.targets[0].shape == (5, 7)
+    assert 2 < given.targets[0].max() < 1000
+    assert (given.in_dims, given.symbolic) == ((1, None), True)
+    again = read_inputs(["f32[2,B=5]", "mask=b8[B,3]", "bf16[]"], ["i64[B,7]<1000"])
+    assert torch.equal(again.targets[0], given.targets[0]) if again.targets else False
+
+
+def test_dump_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("the model was run")
+
+    monkeypatch.setattr("gramfx.api.confirm", fails)
+    assert invoked("dump", *TIED).exit_code == 0
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_plan_prints_the_plan_and_writes_it_as_json() -> None:
+    assert "embedding.weight" in invoked("plan", *TIED).stdout
+    plan = gramfx.Plan.from_json(invoked("plan", *TIED, "--json").stdout)
+    assert plan.batch == 4
+    budget = gramfx.Plan.from_json(invoked("plan", *TIED, "--json", "--memory-budget", "2MiB").stdout)
+    assert budget.budget == 2 * 2**20
+
+
+def test_plans_over_batch_sizes_cover_the_range(tmp_path: Path) -> None:
+    target = ["torch.nn:Linear(in_features=64, out_features=64)", "-i", "f32[B=8,16,64]"]
+    target += ["--objective", "tests.test_cli:squares"]
+    result = invoked("plan", *target, "--batch", "2:65536", "--json", "--memory-budget", "64KiB")
+    assert result.exit_code == 0, result.output
+    plans = [gramfx.Plan.from_json(json.dumps(one)) for one in json.loads(result.stdout)]
+    assert len(plans) > 1
+    assert plans[0].regime.first <= 2
+    for before, after in itertools.pairwise(plans):
+        assert before.regime.last is not None
+        assert before.regime.last < after.batch
+    # The Gramian itself outgrows the budget.
+    assert "on a memory budget of at least" in result.stderr
+    table = invoked("plan", *target, "--batch", "2:65536", "--memory-budget", "64KiB").stdout
+    assert len(table.splitlines()) == len(plans) + 2
+    picture = tmp_path / "plan.svg"
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    assert invoked("plan", *target, "--batch", "2:64", "--plot", str(picture)).exit_code == 0
+    assert "<svg" in picture.read_text()
+
+
+def squares(output: Tensor) -> Tensor:
+    """One a sample."""
+    return output.square().sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--batch", "1-9"], "the range of batch sizes cannot be read"),
+        (["--batch", "9:1"], "the range of batch sizes cannot be read"),
+        (["--plot", "plan.png"], "a picture needs a range of batch sizes"),
+        (["--memory-budget", "much"], "memory_budget is no number of bytes"),
+    ],
+)
+def test_wrong_plans_are_one_line(arguments: list[str], fault: str) -> None:
+    refused(invoked("plan", *TIED, *arguments), fault)
+
+
+def test_a_range_needs_a_symbolic_batch() -> None:
+    refused(invoked("plan", LINEAR, "-i", "f32[4,3]", "--batch", "1:8"), "the plan is for one batch size alone")
+
+
+# ---------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_check_agrees_with_autograd(dtype: str) -> None:
+    result = invoked("check", *TIED, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert "embedding.weight" in result.stdout
+    assert "4 of 4 objectives against autograd" in result.stdout
+    assert "OFF" not in result.stdout
+
+
+def test_check_says_which_op_couples() -> None:
+    result = invoked("check", f"{MODELS}:convolutions", "-i", "f32[4,3,8,8]", "--samples", "5")
+    assert result.exit_code == 0, result.output
+    assert "5 of 40 objectives" in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("coupled by")]
+    assert "batch_norm" in line
+    assert "module '1'" in line
+
+
+def test_check_of_a_model_with_dropout_and_a_keyword() -> None:
+    layer = "torch.nn:TransformerEncoderLayer(d_model=4, nhead=2, dim_feedforward=8, batch_first=True)"
+    result = invoked("check", layer, "-i", "f32[3,5,4]", "--samples", "6")
+    assert result.exit_code == 0, result.output
+
+
+def test_check_names_the_parameter_and_the_strategy_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gramian_of
+
+    def wrong(terms: ParameterTerms, *rest: Any) -> Tensor:
+        made = right(terms, *rest)
+        return made * 1.01 if len(terms.terms) == 2 else made
+
+    monkeypatch.setattr(lower_contractions, "gramian_of", wrong)
+    monkeypatch.setattr("gramfx.api.confirm", lambda *_: None)
+    result = invoked("check", *TIED)
+    assert result.exit_code == 1
+    off = [line.split() for line in result.stdout.splitlines() if line.endswith("OFF")]
+    assert [(line[0], line[-2]) for line in off] == [("embedding.weight", "1.0e-02")]
+    uses = [line for line in result.stdout.splitlines() if "embedding_weight_use" in line]
+    assert len(uses) == 2
+    assert "the Gramian or the gradient is off" in result.stderr

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("baseline", "gradients"),
     ("fitting",),
     ("pipeline", "view"),
+    ("artifacts",),
     ("runtime", "regions"),
     ("api", "autograd"),
     ("jacobian",),

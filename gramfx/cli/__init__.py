@@ -13,7 +13,8 @@ from gramfx.errors import GramfxError
 
 main = typer.Typer(
     help="Gramians of Jacobians of any PyTorch model, by graph transformation.",
-    epilog="Exit codes: 0 all is well; 1 what was checked is wrong; 2 the command could not be carried out.",
+    epilog="Example: gramfx demo --epochs 2. Exit codes: 0 all is well; 1 what was checked is wrong; 2 the command "
+    "could not be carried out.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -43,6 +43,7 @@ def carried_out(traceback: bool) -> Callable[[Callable[[], None]], Callable[[], 
             if traceback:
                 return command()
             with warnings.catch_warnings():
+                warnings.simplefilter("default")
                 warnings.showwarning = _told
                 try:
                     return command()
@@ -83,6 +84,7 @@ def captured(
     given = read_inputs(inputs, targets)
     with progress(f"making {target}", quiet):
         step = step_for(target, objective, given, **options)
+        step.trial = False
     with progress(f"capturing {target}", quiet):
         return capture(step, given)
 
@@ -100,7 +102,8 @@ def capture(step: Step, given: Inputs) -> Step:
 
 def write(text: str, output: Path | None) -> None:
     """To a file, or to stdout."""
+    text = text if text.endswith("\n") else text + "\n"
     if output is None:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.write(text)
     else:
         output.write_text(text, encoding="utf-8")

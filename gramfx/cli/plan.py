@@ -36,7 +36,10 @@ def plan(
         return
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     with progress("planning for all batch sizes", quiet):
-        bands = sweep(step, Planning(memory_budget=budget), *ends)
-    typer.echo(json.dumps([json.loads(one.plan.to_json()) for one in bands]) if as_json else shown(bands))
+        found = sweep(step, Planning(memory_budget=budget), *ends)
+    plans = [json.loads(one.plan.to_json()) for one in found.bands]
+    typer.echo(json.dumps(plans) if as_json else shown(found))
+    if as_json and found.end:
+        typer.echo(f"gramfx: {found.end}", err=True)
     if picture is not None:
-        plot(bands, target, picture)
+        plot(found.bands, target, picture)

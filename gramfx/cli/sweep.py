@@ -14,7 +14,7 @@ import torch
 
 from gramfx.api import Step
 from gramfx.cost import seconds_of
-from gramfx.errors import InputError
+from gramfx.errors import InputError, MemoryBudgetError
 from gramfx.fitting import Lowering, Planning, replanned
 from gramfx.machine import Machine, machine_of
 from gramfx.memory import profile
@@ -46,6 +46,14 @@ class Band:
     points: tuple[Point, ...]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """The bands of a range, in order; ``end`` says why they stop short of it, ``""`` where they do not."""
+
+    bands: tuple[Band, ...]
+    end: str = ""
+
+
 def read_range(text: str) -> tuple[int, int]:
     """``1:4096`` as two numbers. Raises :class:`InputError`."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
@@ -54,8 +62,11 @@ def read_range(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def sweep(step: Step, planning: Planning, first: int, last: int) -> list[Band]:
-    """The plans for all batch sizes from ``first`` to ``last``, in order. Raises :class:`InputError`."""
+def sweep(step: Step, planning: Planning, first: int, last: int) -> Sweep:
+    """The plans for all batch sizes from ``first`` to ``last``, as far as some plan keeps the memory budget.
+
+    Raises :class:`InputError`, and :class:`MemoryBudgetError` where even the first has none.
+    """
     lowering = step.lowering
     if step.plan.regime.first == step.plan.regime.last:
         raise InputError(
@@ -66,14 +77,20 @@ def sweep(step: Step, planning: Planning, first: int, last: int) -> list[Band]:
         )
     # One sample is a case of its own that the symbolic capture does not serve.
     sizes, machine = _spaced(max(first, 2), last), machine_of(torch.device("cpu"))
-    bands, batch = [], max(first, 2)
+    bands: list[Band] = []
+    batch = max(first, 2)
     while batch <= last:
-        made = replanned(lowering, batch, planning)
+        try:
+            made = replanned(lowering, batch, planning)
+        except MemoryBudgetError as refused:
+            if not bands:
+                raise
+            return Sweep(tuple(bands), f"from batch {batch} on a memory budget of at least {sized(refused.least)}")
         regime = _ahead(made.plan, batch, last)
         inside = sorted({batch, *(size for size in sizes if size in regime)})
         bands.append(Band(regime, _planned(made), tuple(_point(made, size, machine) for size in inside)))
         batch = last + 1 if regime.last is None else regime.last + 1
-    return bands
+    return Sweep(tuple(bands))
 
 
 def _planned(made: Lowering) -> Plan:
@@ -99,17 +116,17 @@ def _point(made: Lowering, batch: int, machine: Machine) -> Point:
     return Point(batch, seconds, peak, made.plain_seconds(batch, machine), made.plain_peak(batch))
 
 
-def shown(bands: Sequence[Band]) -> str:
+def shown(found: Sweep) -> str:
     """A table of the regimes, and what changes from one to the next."""
     head = ("batch", "flops", "peak", "plain peak", "predicted time", "plain time", "changes")
     rows, before = [head], None
-    for band in bands:
+    for band in found.bands:
         at, total = band.points[0], band.plan.totals
         times = f"{at.seconds * 1e3:.3g} ms", f"{at.plain_seconds * 1e3:.3g} ms"
         cells = (str(band.regime), counted(total.flops), sized(at.peak), sized(at.plain_peak), *times)
         rows.append((*cells, _changes(before, band.plan) or "-"))
         before = band.plan
-    return "\n".join(table(rows))
+    return "\n".join([*table(rows), *filter(None, [found.end])])
 
 
 def _changes(before: Plan | None, plan: Plan) -> str:

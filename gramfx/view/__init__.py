@@ -1,5 +1,5 @@
 """Stages of the compiler as data, and the ways to show them."""
 
-from gramfx.view.stages import NodeView, StageView, views
+from gramfx.view.stages import NodeView, StageView, view, views
 
-__all__ = ["NodeView", "StageView", "views"]
+__all__ = ["NodeView", "StageView", "view", "views"]

@@ -11,7 +11,9 @@ from torch.fx import GraphModule, Node
 
 from gramfx.axes import Loc, Value
 from gramfx.fitting import Lowering
+from gramfx.gramians import terms_of
 from gramfx.graph import module_path, source_line, target_name
+from gramfx.ops import GRAMIAN
 from gramfx.plan import Contraction, Plan
 from gramfx.torch_compat import pytree, spelled
 
@@ -51,6 +53,9 @@ class NodeView:
             return ""
         words = {"use": "use of", "cotangent": "cotangent of", "gramian": "Gramian of", "contraction": "contracts"}
         text = f"{words.get(self.kind, self.kind)} {self.subject}".rstrip()
+        uses = self.plan.get("uses", ())
+        if len(uses) > 1:
+            text += f", {len(uses)} uses with{'' if self.plan['cross'] else 'out'} cross terms"
         return f"{text} [{self.plan['label']}]" if "label" in self.plan else text
 
 
@@ -66,10 +71,14 @@ class StageView:
         return asdict(self)
 
 
+def view(lowering: Lowering, stage: str) -> StageView:
+    """One stage of a program."""
+    return _Known(lowering).view(stage, lowering.stages[stage])
+
+
 def views(lowering: Lowering) -> dict[str, StageView]:
-    """Every stage of a program that was planned or not, by name and in order."""
-    known = _Known(lowering)
-    return {name: known.view(name, graph_module) for name, graph_module in lowering.stages.items()}
+    """Every stage of a program, by name and in order."""
+    return {stage: view(lowering, stage) for stage in lowering.stages}
 
 
 class _Known:
@@ -101,7 +110,7 @@ class _Known:
             arguments=shown,
             module=modules.get(node, ""),
             source=source_line(node),
-            plan=_planned(planned, subject) if kind == "gramian" else {},
+            plan=_planned(node, planned) if node.target is GRAMIAN else {},
         )
 
     def _role(self, node: Node) -> tuple[str, str]:
@@ -201,10 +210,13 @@ def _argument(argument: Any) -> str:
     return shown if len(shown) <= 60 else "…"
 
 
-def _planned(plan: Plan | None, parameter: str) -> dict[str, Any]:
-    found: Contraction | None = None if plan is None else plan.of(parameter)
+def _planned(node: Node, plan: Plan | None) -> dict[str, Any]:
+    """The uses that a Gramian node contracts, and how, where that is planned."""
+    terms = terms_of(node)
+    known: dict[str, Any] = {"uses": [term.use for term in terms.terms], "cross": terms.cross}
+    found: Contraction | None = None if plan is None else plan.of(terms.parameter)
     if found is None:
-        return {}
-    shown = {"label": found.label, "form": found.form, "uses": found.uses, "chunks": found.chunks}
-    shown |= {"flops": found.flops, "bytes": found.peak, "seconds": found.seconds, "batch": str(found.regime)}
-    return {key: held for key, held in {**shown, "then": found.then, "fallback": found.fallback}.items() if held != ""}
+        return known
+    shown = {"label": found.label, "form": found.form, "chunks": found.chunks, "flops": found.flops}
+    shown |= {"bytes": found.peak, "seconds": found.seconds, "batch": str(found.regime), "then": found.then}
+    return {**known, **{key: held for key, held in {**shown, "fallback": found.fallback}.items() if held != ""}}

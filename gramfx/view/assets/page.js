@@ -189,7 +189,7 @@ function told(pane, name) {
   const row = (key, held) => { if (held) { element("dt", key, list); element("dd", held, list); } };
   row("op", node.op); row("axes", node.value); row("arguments", node.arguments);
   row("module", node.module); row("source", node.source);
-  for (const [key, held] of Object.entries(node.plan || {})) row(key, String(held));
+  for (const [key, held] of Object.entries(node.plan || {})) row(key, Array.isArray(held) ? held.join(", ") : String(held));
   const links = (title, names) => {
     if (!names.length) return;
     element("dt", title, list);
