@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def test_there_are_examples() -> None:
     """An empty folder would pass unseen."""
-    assert [path.stem for path in EXAMPLES] == ["jacobian_descent", "multi_task", "ntk", "per_sample_norms", "pinn"]
+    names = ["jacobian_descent", "models", "multi_task", "ntk", "per_sample_norms", "pinn"]
+    assert [path.stem for path in EXAMPLES] == names
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -47,3 +49,20 @@ def test_readme_code_and_dumps_are_true() -> None:
     # The line that names the machine is another one everywhere.
     rows = str(names["step"].plan).splitlines()
     assert [row for row in planned if "planned at" not in row] == [row for row in rows if "planned at" not in row]
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
+def test_readme_commands_work_as_printed(tmp_path: Path) -> None:
+    """The block that tells of the command line, in a folder where it may leave its files."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = [found for found in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "tied()" in found]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script = block.replace(".venv/bin/gramfx", f"{sys.executable} -m gramfx")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"tied.html", "tied.svg", "plan.svg"} <= {path.name for path in tmp_path.iterdir()}
+    for word in ("== lowered", "+++ separated", "plain peak", "8 of 8 objectives against autograd"):
+        assert word in done.stdout

@@ -87,12 +87,13 @@ class _Known:
     def __init__(self, lowering: Lowering) -> None:
         batched = lowering.stages.get("batched")
         nodes = list(batched.graph.nodes) if batched is not None else []
+        self.modules = {node.name: module_path(node) for node in nodes}
         self.uses = {use.clone.name: _parameters(use.clone) for use in lowering.uses}
         self.batch = next((_batch(n) for n in nodes if n.meta.get("batch_dim") is not None), None)
         self.plan = lowering.plan
 
     def view(self, stage: str, graph_module: GraphModule) -> StageView:
-        modules = _modules(graph_module)
+        modules = _modules(graph_module, self.modules)
         return StageView(stage, tuple(self._node(stage, node, modules) for node in graph_module.graph.nodes))
 
     def _node(self, stage: str, node: Node, modules: Mapping[Node, str]) -> NodeView:
@@ -163,22 +164,20 @@ def _parameters(clone: Node) -> str:
     return ", ".join(sorted(found))
 
 
-def _modules(graph_module: GraphModule) -> dict[Node, str]:
-    """The path of the module that each node belongs to.
+def _modules(graph_module: GraphModule, known: Mapping[str, str]) -> dict[Node, str]:
+    """The path of the module that each node belongs to. known: by the names of the forward's nodes.
 
     A node of the backward pass, or of which nobody knows, belongs where the latest value that it reads of the forward
     belongs, else where the latest one that it reads at all does.
     """
     found: dict[Node, str] = {}
-    named_here = {node.name: node for node in graph_module.graph.nodes}
     order = {node: number for number, node in enumerate(graph_module.graph.nodes)}
     for node in graph_module.graph.nodes:
         role, subject = node.meta.get("role", ("", ""))
-        primal = named_here.get(subject) if role == "cotangent" else None
         if role in ("gramian", "contraction") or (node.op == "placeholder" and "parameter" in node.meta):
             found[node] = str(subject or node.meta["parameter"]).rpartition(".")[0]
-        elif primal is not None:
-            found[node] = found[primal]
+        elif role == "cotangent":
+            found[node] = known.get(subject, "")
         elif node.op not in ("placeholder", "output") and role != "sum":
             # A call of the forward outside of all modules, as in the objective, has a stack that says so.
             stacked = role != "backward" and node.meta.get("nn_module_stack")

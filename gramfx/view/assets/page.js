@@ -173,6 +173,13 @@ function element(tag, text, parent) {
   return made;
 }
 
+function spelled(key, held) {
+  if (Array.isArray(held)) return held.join(", ");
+  if (typeof held === "boolean") return held ? "yes" : "no";
+  if (key === "seconds") return `${(held * 1e3).toPrecision(3)} ms predicted`;
+  return typeof held === "number" ? held.toLocaleString("en") : String(held);
+}
+
 function told(pane, name) {
   const panel = byId("panel");
   panel.replaceChildren();
@@ -189,7 +196,7 @@ function told(pane, name) {
   const row = (key, held) => { if (held) { element("dt", key, list); element("dd", held, list); } };
   row("op", node.op); row("axes", node.value); row("arguments", node.arguments);
   row("module", node.module); row("source", node.source);
-  for (const [key, held] of Object.entries(node.plan || {})) row(key, Array.isArray(held) ? held.join(", ") : String(held));
+  for (const [key, held] of Object.entries(node.plan || {})) row(key, spelled(key, held));
   const links = (title, names) => {
     if (!names.length) return;
     element("dt", title, list);
