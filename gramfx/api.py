@@ -206,7 +206,7 @@ class Step(nn.Module):
 
     def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
         program = Program(self.model, self.objective)
-        captured: Captured = capture(program, call, dynamic=dynamic)
+        captured: Captured = capture(program, call, dynamic=dynamic, trial=self.trial)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
         if dynamic and not is_symbolic(size):
             raise StaticBatchNeeded("the model fixes the batch size")

@@ -31,7 +31,14 @@ from gramfx.errors import (
 from gramfx.export import by_export
 from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
-from gramfx.torch_compat import autocast_off, data_dependent, flat_weights_kept, functorch_levels_closed
+from gramfx.torch_compat import (
+    DATA_DEPENDENT,
+    FakeTensorMode,
+    autocast_off,
+    data_dependent,
+    flat_weights_kept,
+    functorch_levels_closed,
+)
 from gramfx.tracing import by_tracing, explain, refuse_custom_functions
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
@@ -49,14 +56,15 @@ class Reference:
     differentiable: tuple[bool, ...]
 
 
-def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
+def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) -> Captured:
     """Capture ``program`` for calls like ``call``; with ``dynamic`` for any batch size of at least 2.
 
+    trial: whether to compare the graph with the model itself; without, the model is seen on fake tensors alone.
     Raises a :class:`CaptureError` where no way of capturing gives a graph that agrees with the model, an
     :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
     """
     program.call, program.loose = call, ()
-    with _random_state_kept(program, call):
+    with _random_state_kept(program, call), contextlib.nullcontext() if trial else _fakes_alone():
         reference = _run_eagerly(program, call)
     failures: list[Exception] = []
     for method in (by_export, by_tracing):
@@ -64,9 +72,10 @@ def capture(program: Program, call: Call, *, dynamic: bool) -> Captured:
             with _traces_leave_nothing(program, call):
                 captured = method(program, call, dynamic)
             _refuse_data_dependent(captured)
-            with _random_state_kept(program, call):
-                _compare(captured, program, call, reference)
-            captured.probe = _probe(captured, program, reference)
+            if trial:
+                with _random_state_kept(program, call):
+                    _compare(captured, program, call, reference)
+                captured.probe = _probe(captured, program, reference)
             captured.differentiable = reference.differentiable
             return captured
         except Exception as error:
@@ -94,6 +103,16 @@ def _random_state_kept(program: Program, call: Call) -> Iterator[None]:
             expected="randomness from torch",
             remedy="draw with torch.rand or torch.randint",
         )
+
+
+@contextlib.contextmanager
+def _fakes_alone() -> Iterator[None]:
+    """Tensors have sizes and no numbers; what needs numbers ends in an error of ours."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    except DATA_DEPENDENT as error:
+        raise explain([error]) from error
 
 
 @contextlib.contextmanager

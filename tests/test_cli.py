@@ -211,7 +211,27 @@ def test_dump_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model was run")
 
     monkeypatch.setattr("gramfx.api.confirm", fails)
-    assert invoked("dump", *TIED).exit_code == 0
+    result = invoked("dump", "tests.test_cli:Huge", "-i", "f32[B=8,3]", "--objective", "tests.test_cli:total")
+    assert result.exit_code == 0, result.output
+    assert "f32[B, 4294967296]" in result.stdout
+
+
+class Huge(nn.Module):
+    """Its activations would take hundreds of gigabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2**16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Outer products."""
+        out = self.linear(inputs)
+        return (out[:, :, None] * out[:, None, :]).flatten(1)
+
+
+def total(output: Tensor) -> Tensor:
+    """One a sample."""
+    return output.sum(1)
 
 
 # ---------------------------------------------------------------- plan

@@ -59,9 +59,10 @@ FAMILIES: dict[str, list[Architecture]] = {
     "shapes": SHAPES,
     "vision": VISION,
 }
-#: Their forward takes one batch size alone.
+#: Their forward or objective takes one batch size alone.
 FIXED = {
     "flattened_tokens",
+    "info_nce",
     "scattered_into_data",
     "samples_permuted",
     "mean_of_pairs",
