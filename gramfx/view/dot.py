@@ -16,7 +16,7 @@ COLOURS = {
     **{"cotangent": "#80b1d3", "gramian": "#b3de69", "contraction": "#ccebc5", "sum": "#e5f5e0", "output": "#d9d9d9"},
 }
 #: Above this many nodes Graphviz takes minutes, and nobody finds anything: a picture has modules folded.
-MOST = 300
+MOST = 150
 
 
 def dot(stage: StageView) -> str:

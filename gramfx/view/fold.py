@@ -7,19 +7,26 @@ from collections.abc import Mapping
 
 from gramfx.view.stages import BACKWARD, NodeView, StageView
 
+#: So many edges a node, on the average, are still to be followed by eye.
+EDGES = 3
+
 
 def folded(stage: StageView, most: int) -> StageView:
-    """The stage with modules as deep as it takes to have at most ``most`` nodes as one node each.
+    """The stage with modules as one node each, as deep as it takes to have ``most`` nodes at most, and few edges.
 
     The forward and the backward of a module are two. What belongs to no module stays as it is, the sum of the Gramians
     is one node.
     """
     depth = max((node.module.count(".") + 1 for node in stage.nodes if node.module), default=0)
     found = stage
-    while len(found.nodes) > most and depth > 0:
+    while depth > 0 and (len(found.nodes) > most or _edges(found) > EDGES * most):
         found = _at_depth(stage, depth)
         depth -= 1
     return found
+
+
+def _edges(stage: StageView) -> int:
+    return sum(len(node.reads) for node in stage.nodes)
 
 
 def _at_depth(stage: StageView, depth: int) -> StageView:
