@@ -19,7 +19,7 @@ import torch._functorch.config
 import torch.export
 import torch.nn.utils.rnn
 from torch import Tensor, nn
-from torch._logging._internal import trace_log, trace_structured
+from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -499,8 +499,8 @@ def source_name(node: torch.fx.Node) -> str:
 
 def tracing_artifacts() -> bool:
     """Whether ``TORCH_TRACE`` asks for structured traces."""
-    # Torch has a handler of its own from the start, which writes nothing where no folder is named.
-    return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
+    # Torch has this handler from the start; it writes nothing where no folder is named.
+    return any(isinstance(one, LazyTraceHandler) and one.root_dir is not None for one in trace_log.handlers)
 
 
 def trace_artifact(name: str, payload: str) -> None:

@@ -263,7 +263,7 @@ def test_stages_can_be_printed_and_the_lowered_graph_run(capsys: pytest.CaptureF
     objectives, gramian = lowered(*step.arguments(x, targets=y))[:2]
     assert reference.relative_error(objectives, losses(model(x), y)) <= 1e-12
     assert reference.relative_error(gramian, wanted(losses(model(x), y), model)) <= 1e-10
-    assert "@0" in str(step.stage("batched")) and "[" in str(step.stage("planned"))
+    assert "f64[B, 4]" in str(step.stage("batched")) and "[" in str(step.stage("planned"))
 
 
 @pytest.mark.parametrize("inside", [False, True])
