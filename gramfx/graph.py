@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +24,12 @@ def module_path(node: Node) -> str:
 
 def source_line(node: Node) -> str:
     """``file.py:12 in forward: code`` of the innermost user frame that recorded ``node``, or ``""``."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return _users_line(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(4096)
+def _users_line(stack_trace: str) -> str:
+    frames = [line.strip() for line in stack_trace.splitlines() if line.strip()]
     for at in range(len(frames) - 1, -1, -1):
         if not frames[at].startswith('File "'):
             continue

@@ -61,7 +61,7 @@ def dump(step: Step, title: str, wanted: Wanted, form: str, output: Path | None)
         write(page(title, stages, wanted.stage, str(step.plan).splitlines()), output)
     else:
         made = model_explorer(wanted.of(stages)) if form == "model-explorer" else _data(step, wanted.of(stages))
-        write(json.dumps(made, indent=1, ensure_ascii=False), output)
+        write(json.dumps(made, ensure_ascii=False), output)
 
 
 FORMATS = ("text", "json", "dot", "svg", "html", "model-explorer")
