@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from typer.testing import CliRunner, Result
 
 import gramfx
@@ -18,7 +19,7 @@ from gramfx.cli import main
 from gramfx.cli.spec import read_inputs
 from gramfx.cli.target import model_of
 from gramfx.emit import gramian_of
-from gramfx.passes import lower_contractions
+from gramfx.passes import insert_gramians, lower_contractions
 from gramfx.terms import ParameterTerms
 
 RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
@@ -151,6 +152,8 @@ def test_wrong_targets_are_one_line(target: str, fault: str) -> None:
         ("f32[4,x]", "a size that is no number"),
         ("f32[B,3]", "B has no size"),
         ("f32[B=4,B]", "several batch dims"),
+        ("i64[4,3]<0", "a bound is above 0"),
+        ("f32[4,3]<9", "of integers"),
         ("f32[4,5]", "the model refuses the input"),
     ],
 )
@@ -183,6 +186,27 @@ def refused(result: Result, fault: str) -> None:
     assert line.startswith("gramfx: ")
     assert fault in line
     assert "Traceback" not in result.output
+
+
+def test_whatever_goes_wrong_is_one_line() -> None:
+    result = invoked("check", LINEAR, "-i", "f32[4,3]", "--objective", "tests.test_cli:fails")
+    refused(result, "no such thing")
+
+
+def fails(output: Tensor) -> Tensor:
+    """Always."""
+    raise KeyError("no such thing")
+
+
+def test_a_file_runs_once_with_its_folder_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "sibling_of_the_model.py").write_text("SIZE = 3\n")
+    code = "import torch\nfrom sibling_of_the_model import SIZE\nRUNS = []\n"
+    code += "def model():\n    RUNS.append(1)\n    return torch.nn.Linear(SIZE, 2)\n"
+    code += "def total(out):\n    return out.sum(1) * len(RUNS)\n"
+    place = tmp_path / "model_beside_another.py"
+    place.write_text(code)
+    result = invoked("check", f"{place}:model", "-i", "f32[4,3]", "--objective", f"{place}:total")
+    assert result.exit_code == 0, result.output
 
 
 def test_traceback_shows_where_an_error_came_from() -> None:
@@ -260,7 +284,6 @@ def test_plans_over_batch_sizes_cover_the_range(tmp_path: Path) -> None:
     table = invoked("plan", *target, "--batch", "2:65536", "--memory-budget", "64KiB").stdout
     assert len(table.splitlines()) == len(plans) + 2
     picture = tmp_path / "plan.svg"
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     assert invoked("plan", *target, "--batch", "2:64", "--plot", str(picture)).exit_code == 0
     assert "<svg" in picture.read_text()
 
@@ -284,7 +307,7 @@ def test_wrong_plans_are_one_line(arguments: list[str], fault: str) -> None:
 
 
 def test_a_range_needs_a_symbolic_batch() -> None:
-    refused(invoked("plan", LINEAR, "-i", "f32[4,3]", "--batch", "1:8"), "the plan is for one batch size alone")
+    refused(invoked("plan", LINEAR, "-i", "f32[4,3]", "--batch", "1:8"), "plans over batch sizes need a symbolic batch")
 
 
 # ---------------------------------------------------------------- check
@@ -314,6 +337,47 @@ def test_check_of_a_model_with_dropout_and_a_keyword() -> None:
     assert result.exit_code == 0, result.output
 
 
+def normed() -> nn.Module:
+    """Its forward changes a buffer that its output depends on."""
+    return nn.Sequential(spectral_norm(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def biased() -> nn.Module:
+    """A bias before a batch norm has no gradient but rounding."""
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def frozen() -> nn.Module:
+    """One layer is not trained, another not used."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    model[1].register_parameter("spare", nn.Parameter(torch.ones(2)))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("model", ["normed", "biased", "frozen"])
+def test_check_finds_nothing_where_nothing_is_wrong(model: str, dtype: str) -> None:
+    result = invoked("check", f"tests.test_cli:{model}", "-i", "f32[4,6]", "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert ("1.spare" in result.stdout) == (model == "frozen")
+
+
+def test_check_misses_no_parameter_that_the_compiler_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = insert_gramians._Insertion.total
+
+    def forgetful(self: Any, *rest: Any) -> Any:
+        del self.found[next(iter(self.found))]
+        return whole(self, *rest)
+
+    monkeypatch.setattr(insert_gramians._Insertion, "total", forgetful)
+    monkeypatch.setattr("gramfx.api.confirm", lambda *_: None)
+    result = invoked("check", LINEAR, "-i", "f32[4,3]")
+    assert result.exit_code == 1
+    off = [line for line in result.stdout.splitlines() if line.endswith("OFF")]
+    assert [line.split()[0] for line in off] == ["weight", "the"]
+
+
 def test_check_names_the_parameter_and_the_strategy_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     right = gramian_of
 
@@ -325,8 +389,9 @@ def test_check_names_the_parameter_and_the_strategy_that_is_off(monkeypatch: pyt
     monkeypatch.setattr("gramfx.api.confirm", lambda *_: None)
     result = invoked("check", *TIED)
     assert result.exit_code == 1
-    off = [line.split() for line in result.stdout.splitlines() if line.endswith("OFF")]
-    assert [(line[0], line[-2]) for line in off] == [("embedding.weight", "1.0e-02")]
+    off = [line.rsplit(None, 2) for line in result.stdout.splitlines() if line.endswith("OFF")]
+    assert [line[-2] for line in off] == ["1.0e-02"] * 2
+    assert [line[0].split()[0] for line in off] == ["embedding.weight", "the"]
     uses = [line for line in result.stdout.splitlines() if "embedding_weight_use" in line]
     assert len(uses) == 2
     assert "the Gramian or the gradient is off" in result.stderr

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gramfx.cli.dump import VERSION
 from gramfx.cli.spec import read_inputs
 from gramfx.view.dot import dot
 from gramfx.view.fold import folded
-from gramfx.view.stages import KINDS, StageView, views
+from gramfx.view.stages import KINDS, NodeView, StageView, views
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "tied.txt"
@@ -61,10 +62,16 @@ def test_diff_shows_what_a_pass_changed() -> None:
     assert any(line.startswith("+ linear ") and "embedding_weight_use1" in line for line in lines)
 
 
+def test_a_difference_is_text_alone() -> None:
+    result = RUNNER.invoke(main, ["dump", *TIED, "--diff", "joint", "planned", "--format", "html", "--quiet"])
+    assert result.exit_code == 2
+    assert "a difference is text" in result.stderr
+
+
 def test_json_holds_every_node_and_the_plan() -> None:
     data = json.loads(dumped(*TIED, "--all-stages", "--format", "json"))
     assert (data["format"], data["version"], data["gramfx"]) == ("gramfx", VERSION, gramfx.__version__)
-    assert [stage["name"] for stage in data["stages"]] == list(gramfx.STAGES)
+    assert [stage["name"] for stage in data["stages"]] == list(gramfx.STAGES) == list(Stage)
     for stage in data["stages"]:
         names = {node["name"] for node in stage["nodes"]}
         for node in stage["nodes"]:
@@ -124,9 +131,16 @@ def test_many_nodes_are_folded_by_module() -> None:
     assert len(planned.nodes) > 300
     assert len(small.nodes) <= 100
     names = {node.name for node in small.nodes}
-    assert {"0", "0, backward", "sum of the Gramians"} <= names
+    assert {"0: forward", "0: backward", "sum of the Gramians"} <= names
     assert all(set(node.reads) <= names for node in small.nodes)
     assert folded(planned, 10**6) == planned
+
+
+def test_a_module_and_a_node_of_one_name_are_two() -> None:
+    node = NodeView("0", "forward", "", "aten.tanh", "f32[]", (), "", "", "")
+    inside = [replace(node, name=f"inside{number}", module="0", reads=("0",)) for number in range(3)]
+    small = folded(StageView("planned", (node, *inside)), 2)
+    assert [(one.name, one.reads) for one in small.nodes] == [("0", ()), ("0: forward", ("0",))]
 
 
 def test_axes_show_where_the_samples_are() -> None:

@@ -139,7 +139,7 @@ def _plan(
     targets: TargetOption = [],  # noqa: B006 - typer copies it
     objective: ObjectiveOption = None,
     memory_budget: BudgetOption = None,
-    batch: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="Plans for all these batch sizes.")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="FIRST:LAST", help="All these batch sizes, from 2 on.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and peak bytes against batch size (matplotlib).")] = None,
     json: Annotated[bool, typer.Option("--json", help="As gramfx.Plan.from_json reads it.")] = False,
     quiet: QuietOption = False,

@@ -18,6 +18,7 @@ from gramfx.gramians import accumulated_in, factors_of, gramian_nodes, terms_of
 from gramfx.graph import named, placeholders
 from gramfx.ops import GRAMIAN
 from gramfx.plan import table
+from gramfx.program import user_name
 
 #: The largest error that still counts as exact, as a share of the largest entry.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -36,9 +37,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found. ``samples`` of ``objectives`` were looked at; ``coupled_by``: where samples meet."""
+    """What a check found: errors by parameter, of the whole Gramian, and of a combined gradient.
+
+    ``samples`` of ``objectives`` were looked at; ``coupled_by``: where samples meet.
+    """
 
     rows: tuple[Row, ...]
+    gramian: float
     gradient: float
     samples: int
     objectives: int
@@ -48,12 +53,15 @@ class Report:
     @property
     def exact(self) -> bool:
         """Whether nothing is off; what is not a number is."""
-        return all(error <= self.tolerance for error in (self.gradient, *(row.error for row in self.rows)))
+        return all(
+            error <= self.tolerance for error in (self.gramian, self.gradient, *(row.error for row in self.rows))
+        )
 
     def __str__(self) -> str:
         head = ("parameter", "use", "strategy", "error", "")
         cells = [(r.parameter, r.use or "-", r.strategy, f"{r.error:.1e}", self._verdict(r.error)) for r in self.rows]
-        cells.append(("gradient", "-", "-", f"{self.gradient:.1e}", self._verdict(self.gradient)))
+        for name, error in (("the Gramian", self.gramian), ("the gradient", self.gradient)):
+            cells.append((name, "-", "-", f"{error:.1e}", self._verdict(error)))
         lines = table([head, *cells])
         lines.append(f"{self.samples} of {self.objectives} objectives against autograd, tolerance {self.tolerance:.0e}")
         return "\n".join([*lines, f"coupled by {self.coupled_by}"] if self.coupled_by else lines)
@@ -107,24 +115,42 @@ class _Values(Interpreter):
 
 
 class _Check:
-    """One model, its objectives by autograd, and those of them that are looked at."""
+    """One model by autograd, all of its trainable parameters, and those of its objectives that are looked at."""
 
     def __init__(self, step: Step, given: Inputs, dtype: torch.dtype, samples: int | None) -> None:
-        self.step, self.given, self.tolerance = step, given, TOLERANCE.get(dtype, 5e-2)
+        self.step, self.given, self.dtype = step, given, dtype
+        self.tolerance = TOLERANCE[dtype]
         self.lowering = step.lowering
         self.arguments = step.arguments(*given.args, targets=given.targets, **given.kwargs)
+        self.state = [(buffer, buffer.clone()) for buffer in step.buffers()]
         self.planned = self.lowering.stages["planned"]
-        self.parameters = {terms_of(node).parameter: node for node in gramian_nodes(self.planned)}
-        inputs = {node.meta.get("parameter"): i for i, node in enumerate(placeholders(self.planned))}
-        self.tensors = {name: self.arguments[inputs[name]] for name in self.parameters}
-        self.objectives = self._plain()
-        count = self.objectives.numel()
-        wanted = count if samples is None else min(samples, count)
-        self.chosen = [count * i // wanted for i in range(wanted)] if wanted else []
+        self.nodes = {terms_of(node).parameter: node for node in gramian_nodes(self.planned)}
+        self.parameters = self._trainable()
+        objectives = self._plain()
+        self.count = objectives.numel()
+        wanted = self.count if samples is None else min(samples, self.count)
+        self.chosen = [self.count * i // wanted for i in range(wanted)]
+        rows = _rows(objectives, list(self.parameters.values()), self.chosen)
+        self.jacobian = dict(zip(self.parameters, rows, strict=True))
+
+    def _trainable(self) -> dict[str, Tensor]:
+        """Those that the program takes, and all that the model has: what was left out has to be found out."""
+        inputs = zip(placeholders(self.planned), self.arguments, strict=True)
+        found = {str(node.meta["parameter"]): held for node, held in inputs if "parameter" in node.meta}
+        known = {id(held) for held in found.values()}
+        owned = ((user_name(name), held) for name, held in self.step.named_parameters() if held.requires_grad)
+        return {**found, **{name: held for name, held in owned if id(held) not in known}}
+
+    def _start(self) -> None:
+        """Every run begins with the same buffers and draws the same numbers."""
+        with torch.no_grad():
+            for buffer, before in self.state:
+                buffer.copy_(before)
+        torch.manual_seed(SEED)
 
     def _plain(self) -> Tensor:
         """The objectives, as autograd knows them."""
-        torch.manual_seed(SEED)
+        self._start()
         output = self.step.model(*self.given.args, **self.given.kwargs)
         made: Tensor = (
             output if self.step.objective is None else self.step.objective(output, *(self.given.targets or ()))
@@ -133,16 +159,19 @@ class _Check:
 
     def report(self) -> Report:
         """Everything about the model."""
-        rows = _rows(self.objectives, list(self.tensors.values()), self.chosen)
-        wanted = dict(zip(self.tensors, rows, strict=True))
-        found = self._summands()
-        checked = [self._row(name, found[name], wanted[name]) for name in self.parameters]
+        summands = self._summands()
+        gramian, gradient = self._whole()
+        wanted = sum((rows @ rows.T for rows in self.jacobian.values()), torch.zeros(()))
+        whole = _error(gramian[self.chosen][:, self.chosen], wanted)
+        # What is no more than rounding beside the whole is no error: the bias before a batch norm has no gradient.
+        floor = torch.finfo(self.dtype).eps * float(wanted.abs().max()) / self.tolerance if self.chosen else 0.0
+        checked = [self._row(name, summands.get(name), floor) for name in self.parameters]
         for row in [row for row in checked if not row.error <= self.tolerance]:
-            checked += self._uses(row.parameter)
+            checked += self._uses(row.parameter) if row.parameter in self.nodes else []
         coupling = self.lowering.coupling
         first = coupling.first if coupling is not None and any(use.coupled for use in self.lowering.uses) else None
-        count = self.objectives.numel()
-        return Report(tuple(checked), self._gradient(wanted), len(self.chosen), count, str(first or ""), self.tolerance)
+        sizes = len(self.chosen), self.count
+        return Report(tuple(checked), whole, gradient, *sizes, str(first or ""), self.tolerance)
 
     def _summands(self) -> Mapping[str, Tensor]:
         """Each parameter's part of the Gramian, by the program as it is lowered."""
@@ -150,36 +179,35 @@ class _Check:
         # The last call that was made for a parameter gives its part.
         names = {subject: node.name for node in lowered.graph.nodes for subject in _contracted(node)}
         run = _Values(lowered, list(names.values()))
-        torch.manual_seed(SEED)
+        self._start()
         with torch.no_grad():
             run.run(*self.arguments)
         return {parameter: run.values[name] for parameter, name in names.items()}
 
-    def _row(self, parameter: str, found: Tensor, jacobian: Tensor) -> Row:
-        got, want = found[self.chosen][:, self.chosen], jacobian @ jacobian.T
+    def _row(self, parameter: str, found: Tensor | None, floor: float) -> Row:
+        want = self.jacobian[parameter] @ self.jacobian[parameter].T
+        got = torch.zeros_like(want) if found is None else found[self.chosen][:, self.chosen]
         planned = self.step.plan.of(parameter)
-        return Row(parameter, "", "" if planned is None else planned.label, _error(got, want))
+        return Row(parameter, "", "not used" if planned is None else planned.label, _error(got, want, floor))
 
-    def _gradient(self, wanted: Mapping[str, Tensor]) -> float:
-        """The error of ``Jᵀ w``, for weights on the objectives that are looked at."""
-        torch.manual_seed(SEED)
-        objectives, _ = self.step(*self.given.args, targets=self.given.targets, **self.given.kwargs)
+    def _whole(self) -> tuple[Tensor, float]:
+        """The Gramian that a step returns, and the error of its ``Jᵀ w``, for weights on the chosen objectives."""
+        self._start()
+        objectives, gramian = self.step(*self.given.args, targets=self.given.targets, **self.given.kwargs)
         weights = torch.zeros_like(objectives).flatten()
         weights[self.chosen] = torch.linspace(-1.0, 2.0, len(self.chosen)).to(weights)
-        leaves = [tensor for tensor in self.tensors.values() if tensor.is_leaf]
-        if not leaves or not objectives.requires_grad:
-            return 0.0
-        got = torch.autograd.grad(objectives, leaves, weights.reshape(objectives.shape), allow_unused=True)
-        want = [weights[self.chosen].to(rows) @ rows for rows in wanted.values()]
-        pairs = [(torch.zeros_like(w) if g is None else g.reshape(-1), w) for g, w in zip(got, want, strict=True)]
-        return _error(torch.cat([g.double() for g, _ in pairs]), torch.cat([w.double() for _, w in pairs]))
+        learned = list(self.parameters.values())
+        found = torch.autograd.grad(objectives, learned, weights.reshape(objectives.shape), allow_unused=True)
+        got = [torch.zeros_like(held) if g is None else g for g, held in zip(found, learned, strict=True)]
+        want = [weights[self.chosen].to(rows) @ rows for rows in self.jacobian.values()]
+        return gramian, _error(torch.cat([one.flatten().double() for one in got]), torch.cat(want))
 
     def _uses(self, parameter: str) -> list[Row]:
         """Each use by itself: its rows of the Jacobian against autograd's by the use's own clone."""
-        node = self.parameters[parameter]
+        node = self.nodes[parameter]
         terms, factors = terms_of(node), factors_of(node)
         run = _Values(self.planned, [factor.name for factor in factors])
-        torch.manual_seed(SEED)
+        self._start()
         with torch.no_grad():
             run.run(*self.arguments)
         tensors = [run.values[factor.name] for factor in factors]
@@ -195,7 +223,7 @@ class _Check:
         separated = self.lowering.stages["separated"]
         clones = [use for use in uses if use in named(separated)]
         run = _Leaves(separated, clones)
-        torch.manual_seed(SEED)
+        self._start()
         made = run.run(*(tensor.detach() for tensor in self.arguments))
         rows = _rows(made[0], [run.values[clone] for clone in clones], self.chosen)
         return dict(zip(clones, rows, strict=True))
@@ -217,21 +245,23 @@ class _Leaves(_Values):
 
 
 def _rows(objectives: Tensor, leaves: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
-    """``[len(chosen), entries]`` for each leaf, a backward pass an objective."""
+    """``[len(chosen), entries]`` for each leaf in float64, a backward pass an objective."""
     flat = objectives.reshape(-1)
     rows: list[list[Tensor]] = [[] for _ in leaves]
     for index in chosen:
         found = torch.autograd.grad(flat[index], leaves, retain_graph=True, allow_unused=True)
         for row, gradient, leaf in zip(rows, found, leaves, strict=True):
-            row.append((torch.zeros_like(leaf) if gradient is None else gradient).reshape(-1).detach())
+            dense = torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
+            row.append(dense.reshape(-1).detach().double())
     return [
-        torch.stack(row) if row else leaf.new_zeros(0, leaf.numel()) for row, leaf in zip(rows, leaves, strict=True)
+        torch.stack(row) if row else torch.zeros(0, leaf.numel()).double()
+        for row, leaf in zip(rows, leaves, strict=True)
     ]
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    """``max |got - want| / max |want|``; the distance itself where ``want`` is zero."""
+def _error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
+    """``max |got - want| / max |want|``, by ``floor`` where that is larger; the distance itself where both are zero."""
     if not want.numel():
         return 0.0
     distance, scale = float((got.double() - want.double()).abs().max()), float(want.double().abs().max())
-    return distance / scale if scale > 0 else distance
+    return distance / max(scale, floor) if max(scale, floor) > 0 else distance

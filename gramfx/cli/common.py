@@ -19,8 +19,8 @@ from gramfx.cli.spec import Inputs, read_inputs
 from gramfx.cli.target import model_of, objective_of
 from gramfx.errors import GramfxError, InputError
 
-#: Exit codes: all is well; what was checked is wrong; the command could not be carried out.
-FINE, MISMATCH, REFUSED = 0, 1, 2
+#: Exit codes: what was checked is wrong; the command could not be carried out.
+MISMATCH, REFUSED = 1, 2
 
 
 @contextlib.contextmanager
@@ -47,8 +47,13 @@ def carried_out(traceback: bool) -> Callable[[Callable[[], None]], Callable[[], 
                 warnings.showwarning = _told
                 try:
                     return command()
+                except typer.Exit:
+                    raise
                 except (GramfxError, OSError) as problem:
-                    typer.echo(f"gramfx: {_one_line(str(problem))}", err=True)
+                    said = str(problem)
+                except Exception as problem:
+                    said = f"{type(problem).__name__}: {problem}\n--traceback shows where"
+            typer.echo(f"gramfx: {_one_line(said)}", err=True)
             raise typer.Exit(REFUSED)
 
         return run
@@ -61,8 +66,7 @@ def _told(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _one_line(text: str) -> str:
-    head, *rest = [line.strip() for line in text.splitlines() if line.strip()]
-    return "; ".join([head, *rest])
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def step_for(target: str, objective: str | None, inputs: Inputs, **options: Any) -> Step:

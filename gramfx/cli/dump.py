@@ -14,7 +14,6 @@ from gramfx import __version__
 from gramfx.api import Step
 from gramfx.cli.common import write
 from gramfx.errors import InputError
-from gramfx.pipeline import STAGES
 from gramfx.view import StageView, views
 from gramfx.view.dot import dot, svg
 from gramfx.view.explorer import model_explorer
@@ -23,7 +22,6 @@ from gramfx.view.text import diff, lines, text
 
 #: Of the JSON format; changes where a field changes its meaning or goes.
 VERSION = 1
-DEFAULT_STAGE = "planned"
 _STYLES = {
     **{"parameter": "yellow", "use": "yellow", "input": "bold", "cotangent": "blue", "backward": "cyan"},
     **{"gramian": "bold green", "contraction": "green", "sum": "dim green"},
@@ -34,14 +32,9 @@ _STYLES = {
 class Wanted:
     """What to show: ``stage``, or all of them, or the difference of two."""
 
-    stage: str = DEFAULT_STAGE
-    every: bool = False
-    diff: tuple[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        for name in (self.stage, *(self.diff or ())):
-            if name not in STAGES:
-                raise InputError("there is no such stage", expected=", ".join(STAGES), got=name)
+    stage: str
+    every: bool
+    diff: tuple[str, str] | None
 
     def of(self, stages: Mapping[str, StageView]) -> dict[str, StageView]:
         """The stages to show."""
@@ -52,6 +45,8 @@ def dump(step: Step, title: str, wanted: Wanted, form: str, output: Path | None)
     """Write what is wanted of a captured step."""
     stages = views(step.lowering)
     if wanted.diff is not None:
+        if form != "text":
+            raise InputError("a difference is text", expected="--diff without --format", got=f"--format {form}")
         _in_colour("\n".join(diff(*(stages[name] for name in wanted.diff))), output)
     elif form == "text":
         _as_text(wanted.of(stages), output)
@@ -64,7 +59,6 @@ def dump(step: Step, title: str, wanted: Wanted, form: str, output: Path | None)
         write(json.dumps(made, ensure_ascii=False), output)
 
 
-FORMATS = ("text", "json", "dot", "svg", "html", "model-explorer")
 _PICTURES: dict[str, Callable[[StageView], str]] = {"dot": dot, "svg": svg}
 
 

@@ -104,8 +104,10 @@ def read_spec(text: str, batch: int | None = None) -> Spec:
     symbols = [dim for dim, word in enumerate(words) if word.startswith("B")]
     if len(symbols) > 1:
         raise InputError("an input has several batch dims", expected="B once", got=text)
-    bound = int(found["bound"]) if found["bound"] else 2
-    return Spec(found["name"] or "", DTYPES[found["dtype"]], sizes, bound, symbols[0] if symbols else None)
+    dtype, bound = DTYPES[found["dtype"]], int(found["bound"]) if found["bound"] else 2
+    if found["bound"] and (dtype.is_floating_point or not bound):
+        raise InputError("a bound is above 0, and of integers", expected="i64[8,16]<1000", got=text)
+    return Spec(found["name"] or "", dtype, sizes, bound, symbols[0] if symbols else None)
 
 
 def _size(word: str, text: str, batch: int | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from gramfx.fitting import Lowering, Planning, replanned
 from gramfx.machine import Machine, machine_of
 from gramfx.memory import profile
 from gramfx.plan import Plan, Regime, counted, sized, table
+from gramfx.torch_compat import fake_batch_size, is_symbolic
 
 #: Points of a picture, evenly spaced in the logarithm of the batch size.
 POINTS = 25
-#: Regimes narrower than this share of their first batch size are stepped over in one go.
-NARROW = 0.05
+#: So many plans are shown; a budget near its floor may need one for every batch size.
+MOST_BANDS = 64
 
 
 @dataclass(frozen=True)
@@ -65,43 +65,41 @@ def read_range(text: str) -> tuple[int, int]:
 def sweep(step: Step, planning: Planning, first: int, last: int) -> Sweep:
     """The plans for all batch sizes from ``first`` to ``last``, as far as some plan keeps the memory budget.
 
+    From two on: one sample is a case of its own, which a capture with a symbolic batch does not serve.
+
     Raises :class:`InputError`, and :class:`MemoryBudgetError` where even the first has none.
     """
-    lowering = step.lowering
-    if step.plan.regime.first == step.plan.regime.last:
+    lowering, first = step.lowering, max(first, 2)
+    if not is_symbolic(fake_batch_size(lowering.stages["captured"])) or last < first:
         raise InputError(
-            "the plan is for one batch size alone",
-            expected="a symbolic batch, as f32[B=8,3,32,32]",
-            got=f"batch {step.plan.regime}",
-            remedy="write B in --input; a model whose objectives are coupled has no symbolic batch",
+            "plans over batch sizes need a symbolic batch, of two samples at least",
+            expected="B in --input, as f32[B=8,3,32,32], and --batch 2:1024",
+            got=f"a plan for batch {step.plan.regime}, and --batch up to {last}",
+            remedy="a model whose objectives are coupled has no symbolic batch; plan it for one size",
         )
-    # One sample is a case of its own that the symbolic capture does not serve.
-    sizes, machine = _spaced(max(first, 2), last), machine_of(torch.device("cpu"))
+    sizes, machine = _spaced(first, last), machine_of(torch.device("cpu"))
     bands: list[Band] = []
-    batch = max(first, 2)
+    batch = first
     while batch <= last:
+        if len(bands) == MOST_BANDS:
+            return Sweep(tuple(bands), f"from batch {batch} on more plans than {MOST_BANDS}")
         try:
             made = replanned(lowering, batch, planning)
         except MemoryBudgetError as refused:
             if not bands:
                 raise
             return Sweep(tuple(bands), f"from batch {batch} on a memory budget of at least {sized(refused.least)}")
-        regime = _ahead(made.plan, batch, last)
-        inside = sorted({batch, *(size for size in sizes if size in regime)})
-        bands.append(Band(regime, _planned(made), tuple(_point(made, size, machine) for size in inside)))
-        batch = last + 1 if regime.last is None else regime.last + 1
+        bands.append(_band(made, batch, last, sizes, machine))
+        batch = (bands[-1].regime.last or last) + 1
     return Sweep(tuple(bands))
 
 
-def _planned(made: Lowering) -> Plan:
+def _band(made: Lowering, batch: int, last: int, sizes: Sequence[int], machine: Machine) -> Band:
     assert made.plan is not None
-    return made.plan
-
-
-def _ahead(plan: Plan | None, batch: int, last: int) -> Regime:
-    assert plan is not None
-    end = last if plan.regime.last is None else min(plan.regime.last, last)
-    return Regime(batch, max(end, min(last, math.floor(batch * (1 + NARROW)))))
+    end = made.plan.regime.last
+    regime = Regime(batch, last if end is None else min(end, last))
+    inside = sorted({batch, *(size for size in sizes if size in regime)})
+    return Band(regime, made.plan, tuple(_point(made, size, machine) for size in inside))
 
 
 def _spaced(first: int, last: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import sys
@@ -92,13 +93,16 @@ def _module(target: str, place: str) -> ModuleType:
         raise InputError("the target cannot be imported", got=f"{target}: {problem}") from problem
 
 
+@functools.cache
 def _from_file(place: str) -> ModuleType:
+    """As Python runs a script: once, its folder first on the path."""
     path = Path(place)
     if not path.is_file():
         raise FileNotFoundError(f"no file {place}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

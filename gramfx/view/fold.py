@@ -43,7 +43,8 @@ def _group(node: NodeView, depth: int) -> str:
     if not node.module:
         return node.name
     path = ".".join(node.module.split(".")[:depth])
-    return f"{path}, backward" if node.kind in BACKWARD else path
+    # No node has a colon in its name, and so no module is taken for one.
+    return f"{path}: backward" if node.kind in BACKWARD else f"{path}: forward"
 
 
 def _one(name: str, nodes: list[NodeView], place: Mapping[str, str]) -> NodeView:
