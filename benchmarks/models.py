@@ -122,6 +122,24 @@ def weight_normed(batch: int = 16) -> Workload:
     return Workload(nn.Sequential(*layers), (torch.randn(batch, 512),), torch.randn(batch, 256), squared_error)
 
 
+class Recurrent(nn.Module):
+    """An LSTM whose last output is classified."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        """Scores."""
+        scores: Tensor = self.head(self.body(sequences)[0][:, -1])
+        return scores
+
+
+def lstm(batch: int = 16) -> Workload:
+    """An LSTM of 256 units over 100 steps."""
+    return Workload(Recurrent(), (torch.randn(batch, 100, 256),), torch.randint(10, (batch,)), cross_entropy)
+
+
 MODELS: dict[str, Callable[..., Workload]] = {"alexnet": alexnet, "transformer": transformer, "mlp": mlp, "lm": lm}
 #: For measurements that need many steps.
 SMALL: dict[str, Callable[..., Workload]] = {
@@ -129,6 +147,8 @@ SMALL: dict[str, Callable[..., Workload]] = {
     "tokens": tokens,
     "weight_normed": weight_normed,
 }
+#: Whose loops over time torch hides in one op.
+LOOPS: dict[str, Callable[..., Workload]] = {"lstm": lstm}
 #: For peers that cannot draw random numbers.
 CALM: dict[str, Callable[..., Workload]] = {"transformer_without_dropout": partial(transformer, dropout=0.0)}
 
@@ -136,6 +156,6 @@ CALM: dict[str, Callable[..., Workload]] = {"transformer_without_dropout": parti
 def workload(name: str, batch: int | None = None, device: str = "cpu") -> Workload:
     """A model by name, the same at every call; ``batch``: the model's own by default."""
     torch.manual_seed(0)
-    make = {**MODELS, **SMALL, **CALM}[name]
+    make = {**MODELS, **SMALL, **LOOPS, **CALM}[name]
     with torch.device(device):
         return make() if batch is None else make(batch)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gramfx.captured import Captured, Slot, normal_form, slot_of_input, slot_of_state
 from gramfx.program import Call, Program
+from gramfx.recurrent import CELLS, LAYERS
 from gramfx.substitutes import as_captured
 from gramfx.torch_compat import InputKind, OutputKind, export_program
 
@@ -17,7 +18,7 @@ def by_export(program: Program, call: Call, dynamic: bool) -> Captured:
     tensors = [tensor.detach().contiguous() for tensor in (*call.tensors, *program.loose)]
     dims = [*call.batch_dims, *(None for _ in program.loose)]
     with as_captured(program):
-        exported = export_program(program, tensors, dims, dynamic)
+        exported = export_program(program, tensors, dims, dynamic, {**CELLS, **LAYERS})
     slots, names, constants = _slots(exported, call)
     outputs = [_renewed(spec, names) for spec in exported.graph_signature.output_specs]
     return normal_form(exported.graph_module, slots, outputs, program, call, constants, "export")

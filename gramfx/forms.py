@@ -46,13 +46,14 @@ class FormFactor:
 
 @dataclass(frozen=True)
 class Form:
-    """The gradient of one use. ``tap`` says whose cotangent it needs: that of the op's output, or of the operand.
+    """The gradient of one use. ``tap`` says whose cotangent it needs: that of the op's output, of the operand, or of
+    another node that only the op reads.
 
-    ``output`` spells the op's output, to find the batch by; ``sizes`` holds the extents of labels that are not whole
-    dims of some factor.
+    ``output`` spells the op's output (the first of several), to find the batch by; ``sizes`` holds the extents of
+    labels that are not whole dims of some factor.
     """
 
-    tap: Literal["output", "operand"]
+    tap: Literal["output", "operand"] | Node
     factors: tuple[FormFactor, ...]
     parameter: Dims
     output: Dims

@@ -9,6 +9,7 @@ Replayed: the program is run and differentiated anew, with the random draws of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.fallback import outputs_of
+from gramfx.forms import Form
 from gramfx.graph import named, placeholders, results, value
 from gramfx.memory import Storage, nbytes, profile, storages
 from gramfx.passes.differentiate import Joint
 from gramfx.torch_compat import contiguous, fake_mode_of, trace
-from gramfx.uses import Rows, Use
+from gramfx.uses import Rows, Use, first_value
 
 Runnable = Callable[..., Any]
 
@@ -181,6 +183,9 @@ class _Weighted:
         live = {use.operand: values.live(use.operand) for use in group}
         if first.taps == (first.operand,):
             return [live[first.operand]]
+        if first.form is not None and isinstance(first.form.tap, Node):
+            added = [_at_probe(use.form, live[use.operand], values) for use in group if use.form is not None]
+            return [functools.reduce(torch.add, added)]
         inputs = {node: live[node] if node in live else values.constant(node) for node in first.op.all_input_nodes}
         return outputs_of(first, inputs)
 
@@ -208,8 +213,22 @@ class _Weighted:
         """The dim of a cotangent that holds the samples, and how many entries each has in a row there."""
         if use.form is None or use.form.tap == "output":
             return tap.meta["axes"].batch.dim, int(tap.meta["axes"].batch.inner)
-        batch = use.op.meta["axes"].batch
+        batch = first_value(use.op).batch
+        assert batch is not None
         return use.form.cotangent.dims.index(use.form.output[batch.dim]), int(batch.inner)
+
+
+def _at_probe(form: Form, operand: Tensor, values: _Values) -> Tensor:
+    """What the operand adds to the value that the form's probe stands for."""
+    given = [factor for factor in form.factors if factor.node is not None]
+    if not given:
+        assert isinstance(form.tap, Node)
+        return operand.expand_as(values.constant(form.tap))
+    labels = dict.fromkeys(label for dims in (*(f.dims for f in given), form.parameter, form.output) for label in dims)
+    letter = dict(zip(labels, "abcdefghijklmnopqrstuvwxyz", strict=False))
+    terms = ["".join(letter[label] for label in dims) for dims in (*(f.dims for f in given), form.parameter)]
+    known = [values.constant(factor.node) for factor in given if factor.node is not None]
+    return torch.einsum(f"{','.join(terms)}->{''.join(letter[label] for label in form.output)}", *known, operand)
 
 
 class _Values:

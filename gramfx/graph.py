@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -72,6 +73,17 @@ def argument(node: Node, position: int, name: str = "", default: Any = None) -> 
 def value(node: Node) -> Any:
     """The fake value of a node."""
     return node.meta["val"]
+
+
+def item(node: Node, index: int) -> Node:
+    """Output ``index`` of a call with several, added where nothing reads it yet."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    made = Builder(node.next)(operator.getitem, node, index)
+    if isinstance(axes := node.meta.get("axes"), tuple):
+        made.meta["axes"] = axes[index]
+    return made
 
 
 def rename(node: Node, name: str) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gramfx.errors import DataDependentError, UnsupportedError
+from gramfx.recurrence import recurrence
 
 aten = torch.ops.aten
 
@@ -42,12 +43,16 @@ def relu_cell(x: Tensor, state: Tensor, w_x: Tensor, w_h: Tensor, b_x: Any = Non
 
 
 #: The cells' own kernels work in place, where parameters cannot be followed.
-CELLS = {
+CELLS: dict[Any, Callable[..., Any]] = {
     aten.lstm_cell.default: lstm_cell,
     aten.gru_cell.default: gru_cell,
     aten.rnn_tanh_cell.default: tanh_cell,
     aten.rnn_relu_cell.default: relu_cell,
 }
+
+
+class _Longest(int):
+    """A number of steps that the lengths of one batch made."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class PaddedSizes:
     def device(self) -> torch.device:
         """Where torch wants batch sizes to be."""
         return torch.device("cpu")
+
+    def size(self, dim: int) -> int:
+        """The number of steps that ``pad_packed_sequence`` makes where it is asked for no other."""
+        return _Longest(self.steps)
 
     def __getitem__(self, step: int) -> int:
         if step != 0:
@@ -83,11 +92,13 @@ def unpack(
     data: Tensor, sizes: PaddedSizes, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     """The padded sequences again, ``total_length`` steps of them; raises where that is left to the lengths."""
-    if total_length < sizes.steps:
+    if isinstance(total_length, _Longest) or total_length < sizes.steps:
         raise DataDependentError(
             "the number of steps of an unpacked sequence depends on the lengths",
             expected=f"pad_packed_sequence(..., total_length=n) with n of at least {sizes.steps}",
-            got="no total_length" if total_length < 0 else f"total_length={total_length}",
+            got=f"total_length={total_length}"
+            if type(total_length) is int and total_length >= 0
+            else "no total_length",
             remedy="pass total_length",
         )
     rows = data.reshape(sizes.steps, sizes.batch, -1)
@@ -101,19 +112,8 @@ def _alive(sizes: PaddedSizes) -> Tensor:
     return torch.arange(sizes.steps, device=sizes.lengths.device).unsqueeze(1) < sizes.lengths
 
 
-_STEPS: dict[str, Callable[..., Any]] = {
-    "lstm": lstm_cell,
-    "gru": gru_cell,
-    "rnn_tanh": tanh_cell,
-    "rnn_relu": relu_cell,
-}
-
-
 def run(kind: str, data: Any, sizes: Any, *rest: Any) -> Any:
-    """A recurrent layer over a padded packed sequence; ``NotImplemented`` for any other input.
-
-    A sample's state stands still at steps beyond its length, so both directions see its own steps alone.
-    """
+    """A recurrent layer over a padded packed sequence; ``NotImplemented`` for any other input."""
     if not isinstance(sizes, PaddedSizes):
         return NotImplemented
     state, weights, has_biases, layers, dropout, training, bidirectional = rest
@@ -122,43 +122,97 @@ def run(kind: str, data: Any, sizes: Any, *rest: Any) -> Any:
             "dropout between the layers of a packed recurrent layer draws a mask for rows that padding does not have",
             remedy="set dropout=0, or run the layers on padded sequences",
         )
-    several = kind == "lstm"
-    states = list(state) if several else [state]
+    rows, alive = data.reshape(sizes.steps, sizes.batch, -1), _alive(sizes)
+    states = list(state) if kind == "lstm" else [state]
+    rows, *ends = _layers(kind, rows, alive, states, weights, has_biases, layers, 0.0, bidirectional)
+    return (rows.reshape(sizes.steps * sizes.batch, -1), *ends)
+
+
+def _whole_layers(kind: str) -> Callable[..., Any]:
+    """What ``aten.{kind}.input`` computes, a product with all inputs and one op for each layer and direction."""
+
+    def layers(
+        source: Tensor,
+        state: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        count: int,
+        dropout: float,
+        training: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        rows = source.transpose(0, 1) if batch_first else source
+        states = list(state) if kind == "lstm" else [state]
+        dropped = dropout if training else 0.0
+        out, *ends = _layers(kind, rows, None, states, weights, has_biases, count, dropped, bidirectional)
+        return (out.transpose(0, 1) if batch_first else out, *ends)
+
+    return layers
+
+
+#: What a capture runs for torch's recurrent layers.
+LAYERS: dict[Any, Callable[..., Any]] = {
+    op.input: _whole_layers(kind)
+    for kind, op in (
+        ("lstm", aten.lstm),
+        ("gru", aten.gru),
+        ("rnn_tanh", aten.rnn_tanh),
+        ("rnn_relu", aten.rnn_relu),
+    )
+}
+
+
+def _layers(
+    kind: str,
+    rows: Tensor,
+    alive: Tensor | None,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    count: int,
+    dropout: float,
+    bidirectional: bool,
+) -> list[Tensor]:
+    """``rows [T, B, inputs]`` through all layers: the last one's outputs, and the final states ``[layers, B, ·]``."""
     directions = 2 if bidirectional else 1
-    per_cell = len(weights) // (layers * directions)
-    rows, alive = data.reshape(sizes.steps, sizes.batch, -1), _alive(sizes).unsqueeze(-1)
-    last: list[tuple[Tensor, ...]] = []
-    for layer in range(layers):
+    each = len(weights) // (count * directions)
+    last: list[list[Tensor]] = []
+    for layer in range(count):
         made = []
         for number in range(layer * directions, (layer + 1) * directions):
-            own = weights[number * per_cell : (number + 1) * per_cell]
-            start = tuple(one[number] for one in states)
-            out, end = _one_direction(kind, rows, alive, start, own, has_biases, backward=number % directions == 1)
+            own = weights[number * each : (number + 1) * each]
+            start = [one[number] for one in states]
+            out, *ends = _one_direction(kind, rows, alive, start, own, has_biases, number % directions == 1)
             made.append(out)
-            last.append(end)
-        rows = torch.cat(made, -1)
-    ends = [torch.stack(one) for one in zip(*last, strict=True)]
-    return (rows.reshape(sizes.steps * sizes.batch, -1), *ends)
+            last.append(ends)
+        rows = torch.cat(made, -1) if bidirectional else made[0]
+        if dropout and layer < count - 1:
+            rows = torch.dropout(rows, dropout, train=True)
+    return [rows, *(torch.stack(one) for one in zip(*last, strict=True))]
 
 
 def _one_direction(
     kind: str,
     rows: Tensor,
-    alive: Tensor,
-    state: tuple[Tensor, ...],
+    alive: Tensor | None,
+    states: Sequence[Tensor],
     weights: Sequence[Tensor],
     has_biases: bool,
-    *,
     backward: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    biases = weights[2:4] if has_biases else (None, None)
-    projection = list(weights[4 if has_biases else 2 :])
-    outputs: list[Tensor] = [rows] * rows.shape[0]
-    for step in reversed(range(rows.shape[0])) if backward else range(rows.shape[0]):
-        given: Any = list(state) if kind == "lstm" else state[0]
-        new = _STEPS[kind](rows[step], given, weights[0], weights[1], *biases)
-        new = new if isinstance(new, tuple) else (new,)
-        new = (F.linear(new[0], projection[0]), *new[1:]) if projection else new
-        outputs[step] = torch.where(alive[step], new[0], torch.zeros_like(new[0]))
-        state = tuple(torch.where(alive[step], after, before) for after, before in zip(new, state, strict=True))
-    return torch.stack(outputs), state
+) -> list[Tensor]:
+    """The outputs, and the state or states after the last step."""
+    bias_in, bias = weights[2:4] if has_biases else (None, None)
+    projection = weights[4 if has_biases else 2 :]
+    seen = F.linear(rows, weights[0], bias_in)
+    start, cell = states if kind == "lstm" else (states[0], None)
+    probe_out = _zeros(seen, start.shape[-1]) if projection else None
+    projected = projection[0] if projection else None
+    inputs = (seen, start, cell, weights[1], bias, projected, alive, _zeros(seen, seen.shape[-1]), probe_out)
+    out, *ends = recurrence(kind, *inputs, backward)[:3]
+    return [out, *ends[: len(states)]]
+
+
+def _zeros(like: Tensor, width: int) -> Tensor:
+    """``[T, B, width]`` of zeros that take no memory, and have a cotangent of their own."""
+    return like.new_zeros(1).expand(*like.shape[:-1], width)

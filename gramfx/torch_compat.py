@@ -41,8 +41,6 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from gramfx.recurrent import CELLS
-
 __all__ = [
     "DATA_DEPENDENT",
     "RELAXED",
@@ -53,6 +51,7 @@ __all__ = [
     "OutputKind",
     "ambient_state",
     "autocast_off",
+    "below_autograd",
     "boxed",
     "compile_graph",
     "compile_in_place",
@@ -108,13 +107,6 @@ _LOUD = (
     "torch.fx.experimental.proxy_tensor",
     "torch._export.non_strict_utils",
     "torch.export._trace",
-)
-
-_RECURRENT = (
-    aten.lstm.input,
-    aten.gru.input,
-    aten.rnn_tanh.input,
-    aten.rnn_relu.input,
 )
 
 
@@ -198,6 +190,11 @@ def functorch_levels_closed() -> Iterator[None]:
             torch._C._functorch.pop_dynamic_layer_stack()
 
 
+def below_autograd() -> Any:
+    """A context in which calls pass autograd by."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def jagged(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a nested tensor of any layout."""
     return tensor.is_nested
@@ -261,9 +258,13 @@ def tracing_quirks() -> Iterator[None]:
 
 
 def export_program(
-    program: nn.Module, tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool
+    program: nn.Module,
+    tensors: Sequence[Tensor],
+    batch_dims: Sequence[int | None],
+    dynamic: bool,
+    decompositions: dict[Any, Callable[..., Any]],
 ) -> Any:
-    """``torch.export`` of ``program(*tensors)``: functional, whole ATen ops, recurrent layers unrolled into linear.
+    """``torch.export`` of ``program(*tensors)``: functional, whole ATen ops but for those with ``decompositions``.
 
     With ``dynamic`` the dims named in ``batch_dims`` share one symbol.
     """
@@ -276,9 +277,7 @@ def export_program(
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(
-            torch._decomp.get_decompositions(_RECURRENT) | CELLS | {aten._weight_norm.default: _weight_norm}
-        )
+        return exported.run_decompositions(decompositions | {aten._weight_norm.default: _weight_norm})
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -354,13 +353,14 @@ def packing_replaced(pack: Any, unpack: Any, run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flat_weights_kept(program: nn.Module) -> Iterator[None]:
-    """Recurrent layers keep a list of their weights, which tracing fills with fakes."""
-    held = [(layer, list(layer._flat_weights)) for layer in program.modules() if isinstance(layer, nn.RNNBase)]
+    """Recurrent layers keep lists of their weights, which tracing fills with fakes and other calls with copies."""
+    layers = [layer for layer in program.modules() if isinstance(layer, nn.RNNBase)]
+    held: list[tuple[Any, Any, Any]] = [(one, list(one._flat_weights), one._flat_weight_refs) for one in layers]
     try:
         yield
     finally:
-        for layer, weights in held:
-            layer._flat_weights = weights
+        for layer, weights, references in held:
+            layer._flat_weights, layer._flat_weight_refs = weights, references
 
 
 def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Any]:

@@ -83,11 +83,22 @@ def _use(clone: Node, op: Node, operand: Node, output: Node, coupled: Collection
     together = not rows.batched or any(
         out in coupled or axes.batch is None for out, axes in zip(outs, known, strict=True)
     )
-    form = form_of(op, operand, clone) if len(outs) == 1 else None
-    if form is not None and not together and not _fits(form, known[0]):
+    form = form_of(op, operand, clone)
+    if form is not None and not together and not _fits(form, first_value(op)):
         form = None
-    taps = tuple(outs) if form is None or form.tap == "output" else (operand,)
-    return Use(clone, op, operand, taps, together or op in coupled, form)
+    return Use(clone, op, operand, _taps(form, operand, outs), together or op in coupled, form)
+
+
+def _taps(form: Form | None, operand: Node, outs: list[Node]) -> tuple[Node, ...]:
+    if form is None or form.tap == "output":
+        return tuple(outs)
+    return (operand if form.tap == "operand" else form.tap,)
+
+
+def first_value(op: Node) -> Value:
+    """What is known of an op's output, the first of several."""
+    axes = op.meta["axes"]
+    return axes[0] if isinstance(axes, tuple) else axes
 
 
 def _outputs(op: Node) -> list[Node]:
@@ -186,7 +197,7 @@ class _Axes:
         return tuple(found)
 
     def _batch(self) -> tuple[str, Loc]:
-        loc = self.use.op.meta["axes"].batch if isinstance(self.use.op.meta["axes"], Value) else None
+        loc = first_value(self.use.op).batch
         assert loc is not None
         return self.form.output[loc.dim][0], loc
 

@@ -18,8 +18,10 @@ SOURCES = sorted([*ROOT.glob("gramfx/*.py"), *ROOT.glob("gramfx/*/*.py")])
 #: Lowest first. A file imports only from layers below its own, or from its own, never in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "axes", "forms", "source"),
-    ("terms", "recurrent", "machine"),
+    ("terms", "machine"),
     ("torch_compat", "align", "plan"),
+    ("recurrence",),
+    ("recurrent",),
     ("tree", "discovery", "graph", "arrays", "substitutes"),
     ("factors", "sketch", "provenance", "program", "rules"),
     ("emit", "uses", "captured", "memory"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gramfx
 from gramfx.emit import gramian_of
-from gramfx.errors import StaticBatchWarning
+from gramfx.errors import CoupledObjectivesWarning, StaticBatchWarning
 from tests import reference
 
 
@@ -437,3 +437,20 @@ def test_no_graph_serves_a_batch_size_it_was_not_made_for(function: Any, dynamic
             got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
             jacobian = reference.jacobian(model(x), reference.trainable(model))
             assert reference.relative_error(got, jacobian.sum(0)) <= 1e-10
+
+
+def test_an_op_of_the_users_own_library() -> None:
+    @torch.library.custom_op("gramfx_tests::halved", mutates_args=())
+    def halved(tensor: Tensor) -> Tensor:
+        return tensor / 2
+
+    halved.register_fake(torch.empty_like)
+    halved.register_autograd(lambda ctx, gradient: gradient / 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    source = torch.randn(5, 3, dtype=torch.float64)
+    step = gramfx.transform(model, lambda out: halved(out).sum(1), compile=False)
+    with pytest.warns(CoupledObjectivesWarning, match="halved"):
+        _, gramian = step(source)
+    jacobian = reference.jacobian(halved(model(source)).sum(1), reference.trainable(model))
+    assert reference.relative_error(gramian, jacobian @ jacobian.T) <= 1e-12

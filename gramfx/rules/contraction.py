@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gramfx.axes import Loc, Value, product
-from gramfx.rules.table import Call, Label, Labels, Operand, define, equation, spell
+from gramfx.rules.table import AXIS_RULES, Call, Label, Labels, Operand, define, equation, spell
 
 define("linear", equation("...i, oi, o -> ...o"))
 define("mm", equation("ac, cb -> ab"))
@@ -106,3 +106,6 @@ define("inner", inner)
 define("tensordot", tensordot)
 define("kron", kron)
 define("pdist _pdist_forward", pdist)
+
+#: A recurrent layer, ``t`` the steps it reads and ``s`` those it writes: every output step sees other input steps.
+AXIS_RULES["gramfx.recurrence"] = equation("tbg, bh, bc, gh, g, hc, tb, tbg, tbh -> sbh; bh; bc; sbh; sbc; sbg; sbc")

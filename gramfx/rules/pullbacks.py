@@ -187,7 +187,8 @@ def _chosen(node: Node, spelling: Spelling) -> bool:
     if any(axis in spelling.slices for dim in spelling.dims for axis in dim) or len(arguments(node)) > 3:
         return False
     count = value(ids).dim()
-    places = tuple(axis for dim in spelling.dims[:count] for axis in dim)
+    # A dim that was broadcast has an axis of one entry that no factor knows.
+    places = tuple(axis for dim in spelling.dims[:count] for axis in dim if spelling.sizes[axis] != 1)
     classes = int(value(table).shape[0])
     row = spelling.fresh(classes)
     spelling.choices.append((ids, (*places, row), OneHot(classes, ignored)))

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from gramfx.forms import Dims, Form, FormFactor, OneHot, Windows, letters
-from gramfx.graph import argument, arguments, value
+from gramfx.graph import argument, arguments, item, value
+from gramfx.recurrence import BEFORE, HIDDEN, recurrence
 from gramfx.torch_compat import same_size
 
 aten = torch.ops.aten
@@ -52,7 +53,8 @@ def form_of(consumer: Node, operand: Node, clone: Node) -> Form | None:
 
     ``operand`` is what the consumer reads: the clone, or the clone broadcast to the shape of a pointwise consumer.
     """
-    if is_pointwise(consumer.target):
+    several = isinstance(value(consumer), (tuple, list))
+    if is_pointwise(consumer.target) and not several:
         return _same_place(operand, clone)
     rule = USE_RULES.get(consumer.target)
     form = rule(consumer, operand) if rule else None
@@ -232,7 +234,31 @@ def _chosen(consumer: Node, table: Node, ids: Node, ignored: int) -> Form:
     return Form("output", (choice, FormFactor(None, out)), (("v",), *inner), out)
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+def _recurrence(consumer: Node, operand: Node) -> Form | None:
+    """As of a product of all states with the weight: the cotangents of the gates are those of the probe of zeros."""
+    weight, bias, projection = arguments(consumer)[4:7]
+    probe, probe_out = arguments(consumer)[8:10]
+    out: Dims = (("t",), ("b",), ("o",))
+    if operand is weight:
+        factors = (FormFactor(item(consumer, BEFORE), (("t",), ("b",), ("i",))), FormFactor(None, out))
+        return _probed(probe, factors, (("o",), ("i",)), out)
+    if operand is bias:
+        return _probed(probe, (FormFactor(None, out),), (("o",),), out)
+    if operand is projection:
+        factors = (FormFactor(item(consumer, HIDDEN), (("t",), ("b",), ("i",))), FormFactor(None, out))
+        return _probed(probe_out, factors, (("o",), ("i",)), out)
+    return None
+
+
+def _probed(probe: Node, factors: tuple[FormFactor, ...], parameter: Dims, out: Dims) -> Form | None:
+    return Form(probe, factors, parameter, out) if len(probe.users) == 1 else None
+
+
 USE_RULES: dict[Any, UseRule] = {
+    recurrence: _recurrence,
     aten.linear.default: _linear,
     aten.einsum.default: _einsum,
     aten.embedding.default: _embedding,

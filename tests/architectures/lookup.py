@@ -175,4 +175,10 @@ LOOKUP = [
         lambda m, x: torch.tanh(x + m.p(torch.arange(5, device=x.device)[None])).sum(1),
         randn((4, 5, 3)),
     ),
+    wired(
+        "position_ids_expanded",
+        lambda: {"p": nn.Embedding(5, 3)},
+        lambda m, x: torch.tanh(x + m.p(torch.arange(5, device=x.device)[None]).expand_as(x)).sum(1),
+        randn((4, 5, 3)),
+    ),
 ]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.architectures.formulas import formula, randn, wired
 
@@ -40,6 +41,13 @@ def with_state(m: Any, x: Tensor, h: Tensor) -> Tensor:
 def learned_state(m: Any, x: Tensor) -> Tensor:
     """Starts from a state made of a parameter."""
     return m.head(m.rnn(x, m.start.weight.unsqueeze(1).expand(-1, x.shape[0], -1).contiguous())[0][:, -1])
+
+
+def ragged(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """Packed, and unpacked to as many steps as there were."""
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    out, found = pad_packed_sequence(m.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
+    return m.head(torch.tanh(out).sum(1)) / found.unsqueeze(1)
 
 
 def cells(m: Any, x: Tensor) -> Tensor:
@@ -99,4 +107,10 @@ RECURRENT = [
     wired("lstm_cells", lambda: {"cell": nn.LSTMCell(3, 4), "head": nn.Linear(4, 2)}, cells, FIRST),
     wired("gru_cells", lambda: {"cell": nn.GRUCell(3, 4), "head": nn.Linear(4, 2)}, gru_cells, FIRST),
     formula("linear_recurrence", {"a": (3,), "b": (3,), "c": (3, 2)}, linear_recurrence, FIRST),
+    wired(
+        "gru_packed_and_unpacked",
+        lambda: head(nn.GRU(3, 4, batch_first=True, bidirectional=True), 8),
+        ragged,
+        lambda: (torch.randn(4, 5, 3), torch.tensor([2, 5, 1, 3])),
+    ),
 ]

@@ -1,0 +1,111 @@
+"""Recurrent layers as one op a direction: against torch's own, padded and ragged, forward, backward and under vmap."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import gramfx
+from gramfx.recurrence import recurrence
+from gramfx.recurrent import LAYERS, PaddedSizes, run
+
+MAKE: dict[str, Any] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": lambda *given, **named: nn.RNN(*given, nonlinearity="relu", **named),
+}
+STEPS, BATCH = 6, 5
+CASES = [
+    (kind, {"num_layers": layers, "bidirectional": both, "bias": bias, **({"proj_size": 2} if projected else {})})
+    for kind, layers, both, bias, projected in itertools.product(MAKE, (1, 2), (False, True), (True, False), (0, 2))
+    if not projected or kind == "lstm"
+]
+
+
+def made(kind: str, options: dict[str, Any]) -> tuple[Any, Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    layer = MAKE[kind](3, 4, **options).double()
+    source = torch.randn(STEPS, BATCH, 3, dtype=torch.float64, requires_grad=True)
+    count = options["num_layers"] * (2 if options["bidirectional"] else 1)
+    widths = (options.get("proj_size", 4), 4)[: 2 if kind == "lstm" else 1]
+    return layer, source, [torch.randn(count, BATCH, w, dtype=torch.float64, requires_grad=True) for w in widths]
+
+
+def assert_same_gradients(found: list[Tensor], wanted: list[Tensor], leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    weights = [torch.randn_like(one) for one in wanted]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves, weights), torch.autograd.grad(wanted, leaves, weights), rtol=1e-9, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_layers_are_torchs(kind: str, options: dict[str, Any]) -> None:
+    layer, source, states = made(kind, options)
+    given: Any = tuple(states) if kind == "lstm" else states[0]
+    out, last = layer(source, given)
+    rest = (layer._flat_weights, layer.bias, layer.num_layers, 0.0, True, layer.bidirectional, False)
+    found = LAYERS[getattr(torch.ops.aten, kind).input](source, states if kind == "lstm" else states[0], *rest)
+    wanted = [out, *(last if isinstance(last, tuple) else (last,))]
+    assert_same_gradients(list(found), wanted, [source, *states, *layer.parameters()])
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_ragged_layers_are_torchs(kind: str, options: dict[str, Any]) -> None:
+    layer, source, states = made(kind, options)
+    lengths = torch.tensor([2, 6, 1, 4, 6])
+    packed = pack_padded_sequence(source, lengths, enforce_sorted=False)
+    given: Any = tuple(states) if kind == "lstm" else states[0]
+    out, last = layer(packed, given)
+    rows = source.reshape(STEPS * BATCH, -1)
+    rest = (layer._flat_weights, layer.bias, layer.num_layers, 0.0, True, layer.bidirectional)
+    found = run(kind, rows, PaddedSizes(lengths, STEPS, BATCH), states if kind == "lstm" else states[0], *rest)
+    wanted = [pad_packed_sequence(out)[0], *(last if isinstance(last, tuple) else (last,))]
+    assert_same_gradients(
+        [found[0].reshape(STEPS, BATCH, -1), *found[1:]], wanted, [source, *states, *layer.parameters()]
+    )
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_backward_under_vmap_is_the_backward_of_each(kind: str) -> None:
+    torch.manual_seed(0)
+    width = 4 * {"lstm": 4, "gru": 3}.get(kind, 1)
+    sizes = [(STEPS, BATCH, width), (BATCH, 4), (BATCH, 4), (width, 4), (width,)]
+    rows, start, cell, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes)
+    held: Any = (rows, start, cell if kind == "lstm" else None, weight, bias)
+    probe = torch.zeros_like(rows)
+    out = recurrence(kind, *held, None, None, probe, None, False)[0]
+    cotangents = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def pulled(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (rows, start, weight, bias), cotangent, retain_graph=True)
+
+    each = [torch.stack(one) for one in zip(*map(pulled, cotangents), strict=True)]
+    torch.testing.assert_close(list(torch.vmap(pulled)(cotangents)), each)
+
+
+def test_time_is_no_part_of_the_graph() -> None:
+    sizes = []
+    for steps in (3, 40):
+        model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
+        step = gramfx.transform(model, lambda out: out[0].sum((1, 2)), compile=False)
+        step.capture(torch.randn(5, steps, 3, dtype=torch.float64))
+        sizes.append(len(step.stage("lowered").graph_module.graph.nodes))
+    assert sizes[0] == sizes[1]
+
+
+def test_plain_calls_in_between_do_not_capture_anew() -> None:
+    layer = nn.LSTM(3, 4, batch_first=True).double()
+    references = layer._flat_weight_refs
+    step = gramfx.transform(layer, lambda out: out[0].sum((1, 2)), compile=False)
+    source = torch.randn(5, 3, 3, dtype=torch.float64)
+    step(source)
+    assert all(layer._flat_weights[i] is weight for i, weight in enumerate(layer.parameters()))
+    assert all(one is other for one, other in zip(layer._flat_weight_refs, references, strict=True))
+    layer(source)[0].sum().backward()
+    step(source)
+    assert step.captures == 1
