@@ -29,6 +29,7 @@ from gramfx.errors import (
     VerificationError,
 )
 from gramfx.export import by_export
+from gramfx.functions import checkpoints_run, functions_recorded
 from gramfx.graph import where
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import (
@@ -39,7 +40,7 @@ from gramfx.torch_compat import (
     flat_weights_kept,
     functorch_levels_closed,
 )
-from gramfx.tracing import by_tracing, explain, refuse_custom_functions
+from gramfx.tracing import by_tracing, explain
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
 #: Every wrong capture seen was off by 3e-3 or more.
@@ -119,7 +120,7 @@ def _fakes_alone() -> Iterator[None]:
 def _traces_leave_nothing(program: Program, call: Call) -> Iterator[None]:
     with (
         _random_state_kept(program, call),
-        refuse_custom_functions(),
+        functions_recorded(),
         functorch_levels_closed(),
         attributes_kept(program),
     ):
@@ -144,7 +145,7 @@ def _run_eagerly(program: Program, call: Call) -> Reference:
     copies = {id(tensor): state[name] for name, tensor in named}
     # A parameter may be given as an input, and is differentiated there too.
     tensors = [copies[id(tensor)] if id(tensor) in copies else _copy(tensor) for tensor in call.tensors]
-    with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program):
+    with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program), checkpoints_run():
         returned = _as_tuple(torch.func.functional_call(program, state, tuple(tensors)))
     program.loose = tuple(recorder.loose.values())
     leaves = trainable(program)

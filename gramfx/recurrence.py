@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from gramfx.torch_compat import below_autograd
+from gramfx.torch_compat import below_autograd, function_applied
 
 #: Rows of gates for each unit.
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -320,15 +320,11 @@ class _Differentiated(torch.autograd.Function):
         )
 
 
-# Bound here: while a model is captured, applying a user's Function is another thing.
-_differentiated = _Differentiated.apply
-
-
 def _autograd(*arguments: Any) -> Any:
     """What stays one op in a capture, which has no gradients, is looked into where it is differentiated."""
     needed = any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
     if torch.is_grad_enabled() and needed:
-        return _differentiated(*arguments)
+        return function_applied(_Differentiated, *arguments)
     with below_autograd():
         return recurrence(*arguments)
 

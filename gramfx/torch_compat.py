@@ -18,6 +18,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch.export
 import torch.nn.utils.rnn
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 from torch._subclasses.fake_tensor import (
@@ -25,10 +26,12 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import disable_functional_mode as _disable_functional_mode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -39,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -62,15 +66,20 @@ __all__ = [
     "fake_batch_size",
     "fake_mode_of",
     "flat_weights_kept",
+    "function_applied",
+    "functions_replaced",
     "functorch_levels_closed",
     "graph_kept",
     "in_functorch",
+    "is_checkpoint",
     "is_symbolic",
     "is_wrapped",
     "jagged",
     "new_fake_inputs",
+    "on_fresh_fakes",
     "packing_replaced",
     "pytree",
+    "random_ops_seen",
     "repeated",
     "same_shape",
     "same_size",
@@ -193,6 +202,55 @@ def functorch_levels_closed() -> Iterator[None]:
 def below_autograd() -> Any:
     """A context in which calls pass autograd by."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+_Single: Any = torch.autograd.function._SingleLevelFunction
+
+
+def function_applied(cls: type, *args: Any) -> Any:
+    """``cls.apply(*args)`` of an autograd Function, whatever replaces that."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args)
+
+
+@contextlib.contextmanager
+def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of autograd Functions be calls of ``apply(cls, *args)``, also where a model kept ``cls.apply``."""
+    with mock.patch.object(_Single, "apply", classmethod(apply), create=True):
+        yield
+
+
+def is_checkpoint(cls: type) -> bool:
+    """Whether a Function is that of reentrant activation checkpointing."""
+    return cls is torch.utils.checkpoint.CheckpointFunction
+
+
+def on_fresh_fakes(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """``function`` of tensors with these sizes and types and no numbers, outside of any trace."""
+
+    def number(size: Any) -> int:
+        return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+    kinds = [(tuple(map(number, t.shape)), t.dtype, t.device) for t in tensors]
+    with disable_proxy_modes_tracing(), unset_fake_temporarily(), _disable_functional_mode(), FakeTensorMode():
+        return function(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds))
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self, tag: torch.Tag) -> None:
+        super().__init__()
+        self.tag, self.ops = tag, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.tag in func.tags:
+            self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def random_ops_seen() -> Iterator[list[Any]]:
+    """A list of the ops that drew random numbers."""
+    with _Seen(torch.Tag.nondeterministic_seeded) as seen:
+        yield seen.ops
 
 
 def jagged(tensor: Tensor) -> bool:

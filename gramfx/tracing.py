@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
-from gramfx.errors import CaptureError, CustomFunctionError, DataDependentError, GramfxError
+from gramfx.errors import CaptureError, DataDependentError, GramfxError
 from gramfx.program import Call, Program
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
@@ -126,23 +124,6 @@ def _separate_mutations(graph_module: GraphModule) -> list[int | None]:
         graph.erase_node(copy)
     output.args = ((*returned, *values),)
     return [*(None for _ in returned), *renewed]
-
-
-@contextlib.contextmanager
-def refuse_custom_functions() -> Iterator[None]:
-    """Raise :class:`CustomFunctionError` where a hand-written autograd Function runs: captures lose its backward."""
-
-    def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise CustomFunctionError(
-            "the model runs a hand-written torch.autograd.Function, whose backward a graph would lose",
-            expected="differentiable torch operations",
-            got=f"{cls.__module__}.{cls.__qualname__}",
-            where=user_frame(traceback.extract_stack()),
-            remedy="write it with torch operations, using detach() for a straight-through gradient",
-        )
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
-        yield
 
 
 def explain(failures: Sequence[Exception]) -> GramfxError:

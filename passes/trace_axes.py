@@ -7,8 +7,9 @@ objectives then tells which flagged edges, and which values behind them, the obj
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from gramfx.axes import Loc, Size, Value, holds, shape_of, size_of
 from gramfx.errors import VerificationError
+from gramfx.functions import BACKWARD
 from gramfx.graph import target_name, where
 from gramfx.rules import axis_rule
-from gramfx.rules.decompose import StandIn, decomposed
+from gramfx.rules.decompose import Hole, StandIn, decomposed
 from gramfx.rules.table import Call, Operand, opaque
 
 Axes = Value | tuple[Value | None, ...] | None
@@ -199,23 +201,62 @@ def by_parts(call: Call) -> Value | None:
     if not isinstance(call.op, torch._ops.OpOverload):
         return None
     stand_in = StandIn(call)
-    parts = decomposed(call.op, {name: stand_in.argument(value) for name, value in call.args.items()})
+    parts = decomposed(call.op, _stand_ins(call, stand_in))
     if parts is None:
         return None
-    sources = dict(zip((n.name for n in parts.graph.find_nodes(op="placeholder")), call.operands, strict=True))
-    inputs = {name: stand_in.value(operand.value) for name, operand in sources.items()}
-    flags = propagate(parts, inputs, stand_in.size(call.batch), decompose=False)
+    flags = _propagated(parts, [stand_in.value(operand.value) for operand in call.operands], call, stand_in)
+    if call.op in BACKWARD:
+        return _by_backward(call, stand_in, parts)
     output = _outputs(parts.graph)[call.index]
+    _flag_coupled(call, call.operands, parts, flags, output)
+    return _placed(call, stand_in, output.meta["axes"])
+
+
+def _stand_ins(call: Call, stand_in: StandIn) -> dict[str, Any]:
+    return {name: stand_in.argument(value) for name, value in call.args.items()}
+
+
+def _propagated(parts: GraphModule, values: Sequence[Value], call: Call, stand_in: StandIn) -> Flags:
+    names = [node.name for node in parts.graph.find_nodes(op="placeholder")]
+    inputs = dict(zip(names, values, strict=True))
+    return propagate(parts, inputs, stand_in.size(call.batch), decompose=False)
+
+
+def _flag_coupled(call: Call, operands: Sequence[Operand], parts: GraphModule, flags: Flags, output: Node) -> None:
+    """Flag the operands, one for each placeholder of the parts, whose samples mix on the way to ``output``."""
     coupling = sweep(parts.graph, flags, output)
-    behind = {node.name for node in coupling.coupled}
-    for name, operand in sources.items():
+    for node, operand in zip(parts.graph.find_nodes(op="placeholder"), operands, strict=True):
         call.seen.add(id(operand))
-        if name in behind:
+        if node in coupling.coupled:
             call.flag(operand, f"{coupling.edges[0].reason} ({target_name(coupling.edges[0].node)} inside)")
-    value: Value = output.meta["axes"]
+
+
+def _placed(call: Call, stand_in: StandIn, value: Value) -> Value:
     batch = None if value.batch is None else stand_in.original(value.batch)
     if batch is None and value.differentiable:
         # What has no place for the samples, or none that holds at every batch size, has them mixed.
         for operand in call.operands:
             call.flag(operand, "loses its samples inside an op taken apart")
     return Value(call.shape, value.differentiable and call.floating, batch)
+
+
+def _by_backward(call: Call, stand_in: StandIn, parts: GraphModule) -> Value | None:
+    """Of a hand-written Function: samples lie where its forward puts them, and mix where its backward mixes them."""
+    outs = _outputs(parts.graph)
+    holes = {f"c{i}": Hole(out.meta["axes"].shape, out.meta["val"].dtype) for i, out in enumerate(outs)}
+    backward = decomposed(BACKWARD[call.op], _stand_ins(call, stand_in) | holes)
+    if backward is None:
+        return None
+    fixed = [dataclasses.replace(stand_in.value(o.value), differentiable=False) for o in call.operands]
+    cotangents = [dataclasses.replace(out.meta["axes"], differentiable=True) for out in outs]
+    flags = _propagated(backward, [*fixed, *cotangents], call, stand_in)
+    for operand, gradient in zip(call.operands, _outputs(backward.graph), strict=True):
+        found = gradient.meta["axes"]
+        if operand.value.differentiable and found.differentiable:
+            everyone = [operand] * (len(fixed) + len(cotangents))
+            _flag_coupled(call, everyone, backward, flags, gradient)
+            if found.batch != stand_in.value(operand.value).batch:
+                call.flag(operand, "has a gradient whose samples are not in its own place")
+    call.seen.update(id(operand) for operand in call.operands)
+    depends = call.floating and any(operand.value.differentiable for operand in call.operands)
+    return _placed(call, stand_in, dataclasses.replace(outs[call.index].meta["axes"], differentiable=depends))

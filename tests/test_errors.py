@@ -32,18 +32,6 @@ class Model(nn.Module):
         return self.function(self, x)
 
 
-class Doubled(torch.autograd.Function):
-    """Twice the input, with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 3 * gradient
-
-
 def branch(model: Model, x: Tensor) -> Tensor:
     return model.layer(x) if x.sum() > 0 else model.layer(-x)
 
@@ -75,7 +63,6 @@ REFUSED = [
     ("control_flow", lambda: Model(branch), errors.DataDependentError, "if x.sum() > 0"),
     ("nonzero", lambda: Model(lambda m, x: m.layer(x)[(x > 0).all(1).nonzero()[:, 0]]), errors.DataDependentError, ""),
     ("item", lambda: Model(lambda m, x: m.layer(x) * int(x.sum().item())), errors.DataDependentError, "item"),
-    ("custom_function", lambda: Model(lambda m, x: Doubled.apply(m.layer(x))), errors.CustomFunctionError, "Doubled"),
     ("parameter_in_place", lambda: Model(in_place), errors.ParameterMutationError, "layer.weight"),
     ("max_norm", Renormalised, errors.ParameterMutationError, "max_norm"),
     (

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gramfx.axes import Loc, Size, Value
+from gramfx.functions import PARTS
 from gramfx.graph import value as fake_value
 from gramfx.rules.table import Call, Operand
 
@@ -98,7 +99,11 @@ def _trace(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> GraphModule 
     try:
         with unset_fake_temporarily(), FakeTensorMode(), torch.no_grad():
             tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in leaves if isinstance(leaf, Hole)]
-            graph_module = make_fx(_functional(run), decomposition_table=dict(core_aten_decompositions()))(*tensors)
+            table = dict(core_aten_decompositions())
+            if op in PARTS:
+                graph_module = make_fx(PARTS[op], decomposition_table=table)(*tensors)
+            else:
+                graph_module = make_fx(_functional(run), decomposition_table=table)(*tensors)
     except Exception:  # whatever an op's own decomposition raises: without parts it has no rule
         return None
     calls = [n.target for n in graph_module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]

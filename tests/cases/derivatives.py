@@ -132,7 +132,6 @@ DERIVATIVES = [
         inputs=lambda: (torch.randn(4, 4),),
         objective=lambda output: output.square()[:, 0],
         differentiable=False,
-        deferred=True,
     ),
     Case(
         name="x01_complex_output_as_real",

@@ -1,0 +1,219 @@
+"""Hand-written autograd Functions: the author's backward counts, and is looked into for what it couples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gramfx
+from gramfx.errors import CoupledObjectivesWarning, CustomFunctionError
+from tests import reference
+
+
+class Quantised(torch.autograd.Function):
+    """Straight through, with a learned scale; written as one did before ``setup_context``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.round(x / scale) * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        inside = (x / scale).abs() < 4
+        return gradient * inside, (gradient * (torch.round(x / scale) - x / scale)).sum().reshape(scale.shape)
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with its gradient turned around; a plain number is an argument too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class Circle(torch.autograd.Function):
+    """Two outputs, in the new style, with a backward that is not the derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return x.sin() * factor, x.cos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * ctx.factor * first * x.cos() - second * x.sin(), None
+
+
+class Centred(torch.autograd.Function):
+    """Keeps samples apart forward, and mixes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+class Scaled(torch.autograd.Function):
+    """Divides by a maximum over the batch, which its backward takes for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.largest = x.abs().max()
+        return x / ctx.largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / ctx.largest
+
+
+kept = Quantised.apply
+
+
+class Model(nn.Module):
+    """Two layers, and what happens to them."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.scale = nn.Linear(4, 3), nn.Linear(3, 2), nn.Parameter(torch.tensor(0.4))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def inner_gradient(m: Any, x: Tensor) -> Tensor:
+    """Differentiates through a Function inside the forward, as a physics-informed net does."""
+    x = x.detach().requires_grad_(True)
+    value = m.second(Circle.apply(m.first(x), 2.0)[0]).sum()
+    return torch.autograd.grad(value, x, create_graph=True)[0]
+
+
+def reentrant(m: Any, x: Tensor) -> Tensor:
+    hidden = checkpoint(lambda z: m.first(z).tanh(), x.detach().requires_grad_(True), use_reentrant=True)
+    return m.second(hidden)
+
+
+MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "activation": lambda m, x: m.second(Quantised.apply(m.first(x), m.scale)).tanh(),
+    "weight": lambda m, x: m.second(F.linear(x, kept(m.first.weight, m.scale), m.first.bias).tanh()),
+    "reversed": lambda m, x: m.second(Reversed.apply(m.first(x).tanh(), 0.3)),
+    "two_outputs": lambda m, x: m.second(sum(Circle.apply(m.first(x), 2.0))),
+    "one_of_two_outputs": lambda m, x: m.second(Circle.apply(m.first(x), 2.0)[1]),
+    "twice": lambda m, x: m.second(Reversed.apply(Reversed.apply(m.first(x), 0.5), 2.0)),
+    "tokens": lambda m, x: m.second(Quantised.apply(m.first(x.repeat(3, 1, 1)), m.scale)).sum(0),
+    "inner_gradient": inner_gradient,
+    "reentrant_checkpoint": reentrant,
+    "scaled": lambda m, x: m.second(Scaled.apply(m.first(x))),
+    "centred": lambda m, x: m.second(Centred.apply(m.first(x).tanh())),
+}
+COUPLED = {"centred"}
+
+
+def jacobian(model: nn.Module, source: Tensor) -> Tensor:
+    """By ``backward``, the only way through a reentrant checkpoint."""
+    rows = []
+    for index in range(model(source).numel()):
+        model.zero_grad()
+        model(source).flatten()[index].backward()
+        rows.append(torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)]))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_authors_backward_counts(name: str, dynamic: bool) -> None:
+    model = Model(MODELS[name]).double()
+    step = gramfx.transform(
+        model, compile=False, dynamic=(dynamic and name not in COUPLED | {"inner_gradient"}) or None
+    )
+    for batch in (5, 3):
+        source = torch.randn(batch, 4, dtype=torch.float64)
+        wanted = jacobian(model, source)
+        if name in COUPLED:
+            with pytest.warns(CoupledObjectivesWarning, match="mean"):
+                objectives, gramian = step(source)
+        else:
+            objectives, gramian = step(source)
+        assert reference.relative_error(gramian, wanted @ wanted.T) <= 1e-12
+        weights = torch.randn_like(objectives)
+        objectives.backward(weights)
+        got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
+        assert reference.relative_error(got, weights.flatten() @ wanted) <= 1e-12
+        model.zero_grad()
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Hidden(torch.autograd.Function):
+    """Runs a layer that it is given as an object, as reversible layers do; no graph knows of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            ctx.layer(leaf).backward(gradient)
+        assert leaf.grad is not None
+        return leaf.grad, None
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "random": (lambda m, x: m.second(Noisy.apply(m.first(x))), "random"),
+    "in_place": (lambda m, x: m.second(InPlace.apply(m.first(x))), "in place"),
+    "strangers": (lambda m, x: Hidden.apply(m.first(x), m.second), "not given"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    run, words = REFUSED[name]
+    step = gramfx.transform(Model(run).double(), compile=False)
+    with pytest.raises(CustomFunctionError, match=words) as raised:
+        step(torch.randn(5, 4, dtype=torch.float64))
+    assert "test_functions.py" in str(raised.value.where) and raised.value.remedy
