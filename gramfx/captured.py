@@ -40,11 +40,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the eager model says of one combination of its objectives: ``|Jᵀ weights|²``, to ``tolerance``."""
+    """What the eager model says of one combination of its objectives: ``|Jᵀ weights|²``, to ``tolerance``.
+
+    ``noise``: entries of ``Jᵀ weights`` of this size may be rounding alone.
+    """
 
     weights: Tensor
     squared_norm: float
     tolerance: float
+    noise: float
 
 
 @dataclass

@@ -11,12 +11,21 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
+from gramfx.captured import Captured, Slot, normal_form, slot_of_input, slot_of_state
 from gramfx.errors import CaptureError, DataDependentError, GramfxError
+from gramfx.graph import placeholders
 from gramfx.program import Call, Program
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, size_conditions, trace
+from gramfx.torch_compat import (
+    DATA_DEPENDENT,
+    fake_mode_of,
+    in_functorch,
+    new_fake_inputs,
+    pytree,
+    size_conditions,
+    trace,
+)
 
 aten = torch.ops.aten
 
@@ -89,8 +98,27 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
     _only_users_stops(graph_module)
     slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]
     slots += [slot_of_input(index, call) for index in range(len(own) + len(loose))]
+    constants = _lifted_constants(graph_module)
+    slots += [Slot("constant", index, f"constant{index}") for index in range(len(constants))]
     outputs = _separate_mutations(graph_module)
-    return normal_form(graph_module, slots, outputs, program, call, method="trace")
+    return normal_form(graph_module, slots, outputs, program, call, constants, method="trace")
+
+
+def _lifted_constants(graph_module: GraphModule) -> list[Tensor]:
+    """Turn tensors that the forward made from numbers, which the graph holds, into inputs; these in order."""
+    mode = fake_mode_of(graph_module)
+    last = placeholders(graph_module)[-1]
+    found: list[Tensor] = []
+    for node in [node for node in graph_module.graph.nodes if node.op == "get_attr"]:
+        held = getattr(graph_module, str(node.target))
+        if isinstance(held, Tensor):
+            with graph_module.graph.inserting_after(last):
+                last = graph_module.graph.placeholder(f"constant{len(found)}")
+            last.meta = {**node.meta, "val": mode.from_tensor(held)}
+            node.replace_all_uses_with(last)
+            graph_module.graph.erase_node(node)
+            found.append(held)
+    return found
 
 
 def _only_users_stops(graph_module: GraphModule) -> None:

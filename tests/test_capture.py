@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gramfx
 from gramfx import capture as capturing
 from gramfx import torch_compat
 from gramfx.capture import capture
@@ -144,3 +145,31 @@ def test_closed_over_tensors_are_read_anew() -> None:
     scale.mul_(3)
     got = captured.graph_module(*captured.fetch(program, [*call.tensors, *program.loose]))[0]
     assert reference.relative_error(got, program(*call.tensors, *program.loose)) <= 1e-12
+
+
+def test_a_trace_holds_tensors_made_from_numbers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_exporting():
+                raise RuntimeError("not by export")
+            return self.layer(x) * torch.tensor(3.0) + torch.tensor([1.0, 2.0])
+
+    model = Scaled().double()
+    source = torch.randn(4, 3, dtype=torch.float64)
+    step = gramfx.transform(model, lambda out: out.square().sum(1), compile=False)
+    _, gramian = step(source)
+    jacobian = reference.jacobian(model(source).square().sum(1), reference.trainable(model))
+    assert reference.relative_error(gramian, jacobian @ jacobian.T) <= 1e-12
+
+
+def test_gradients_of_rounding_alone_are_no_mismatch() -> None:
+    """The mean of a softmax is constant, so that its derivative is what rounding leaves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Softmax(-1)).double()
+    source = torch.randn(3, 4, dtype=torch.float64)
+    _, gramian = gramfx.transform(model, lambda out: out.mean(1), compile=False)(source)
+    assert gramian.abs().max() < 1e-25
