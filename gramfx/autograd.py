@@ -113,7 +113,7 @@ def reached_from(objectives: Tensor) -> tuple[list[Node], dict[int, Tensor]]:
         region = getattr(current, "region", None)
         if isinstance(region, CompiledRegion):
             wanted = following[len(following) - len(region.wanted) :]
-            leaves = {i: found for i, fn in enumerate(wanted) if (found := getattr(fn, "variable", None)) is not None}
+            leaves = {i: found for i, fn in enumerate(wanted) if (found := _leaf(fn)) is not None}
             learned = {i: p for i, p in leaves.items() if "parameter" in region.wanted[i].meta}
             nodes.append(Node(current, learned))
             following = [fn for i, fn in enumerate(wanted) if i not in learned]
@@ -121,3 +121,10 @@ def reached_from(objectives: Tensor) -> tuple[list[Node], dict[int, Tensor]]:
             outside[id(current.variable)] = current.variable
         pending.extend(following)
     return nodes, outside
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The leaf whose gradient arrives at a node of autograd's graph, also where the region sees it as real."""
+    if node is not None and node.name() == "ViewAsRealBackward0":
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)

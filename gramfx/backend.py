@@ -100,7 +100,8 @@ class Regions:
             returned: tuple[Any, ...] = self.graph_module(*given)
             return returned
         region, slots = found
-        tensors = [given[slot] if isinstance(slot, int) else slot for slot in slots]
+        held = [given[slot] if isinstance(slot, int) else slot for slot in slots]
+        tensors = [slot.seen(tensor) for slot, tensor in zip(region.captured.slots, held, strict=True)]
         wanted = [tensors[region.slots.index(node)] for node in region.wanted]
         return self.outputs.arranged(Region.apply(region, batch, tensors, *wanted), given)
 

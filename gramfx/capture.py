@@ -45,6 +45,7 @@ from gramfx.tracing import by_tracing, explain
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
 #: Every wrong capture seen was off by 3e-3 or more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+TOLERANCE |= {torch.complex128: 1e-6, torch.complex64: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,6 @@ def _check_differentiable(returned: Sequence[Tensor], leaves: dict[int, tuple[st
             got="none",
             remedy="call requires_grad_(True) on those the Jacobian is taken by",
         )
-    for name, tensor in leaves.values():
-        if tensor.is_complex():
-            raise UnsupportedError(
-                "complex parameters are not supported",
-                expected="real parameters",
-                got=f"{name!r} of dtype {tensor.dtype}",
-                remedy="keep real and imaginary parts in a real parameter, and use torch.view_as_complex on it",
-            )
     if not any(one.requires_grad for one in returned):
         raise ObjectiveError(
             "the objectives are not differentiable",
@@ -249,7 +242,7 @@ def _tolerance(captured: Captured, program: Program) -> float:
 
 
 def _probe(captured: Captured, program: Program, reference: Reference) -> Probe:
-    squares = [float(g.double().square().sum()) for g in reference.gradients.values() if g is not None]
+    squares = [float(g.abs().double().square().sum()) for g in reference.gradients.values() if g is not None]
     weights = reference.weights[0].flatten()
     return Probe(weights, sum(squares), _tolerance(captured, program), _noise(reference))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,11 +31,17 @@ class Slot:
     """What a placeholder stands for: a tensor found anew at each call.
 
     ``key`` is a dotted name in the program (parameter, buffer), or an index into the inputs or the constants.
+    ``real``: a complex tensor that gradients are taken by, seen as ``[..., 2]``, as the Jacobian's columns are.
     """
 
     kind: Literal["parameter", "buffer", "input", "constant"]
     key: str | int
     name: str
+    real: bool = False
+
+    def seen(self, tensor: Tensor) -> Tensor:
+        """The tensor as the graph takes it."""
+        return torch.view_as_real(tensor) if self.real else tensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Captured:
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""
-        return [_fetch(slot, program, inputs, self.constants) for slot in self.slots]
+        return [slot.seen(_fetch(slot, program, inputs, self.constants)) for slot in self.slots]
 
 
 def _fetch(slot: Slot, program: Program, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
@@ -95,6 +101,7 @@ def normal_form(
     """
     inputs = [*call.tensors, *program.loose]
     tensors = [_fetch(slot, program, inputs, constants) for slot in slots]
+    slots = [replace(s, real=t.is_complex() and t.requires_grad) for s, t in zip(slots, tensors, strict=True)]
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     keep = sorted(set(first.values()))
     graph = Graph()
@@ -103,6 +110,8 @@ def normal_form(
     by_index: dict[int, Node] = {}
     for index in keep:
         by_index[index] = _placeholder(graph, slots[index], tensors[index], call, placeholders[index])
+        if slots[index].real:
+            by_index[index] = _seen_as_complex(graph, by_index[index])
     for index, node in enumerate(placeholders):
         made[node] = by_index[first[id(tensors[index])]]
     for node in graph_module.graph.nodes:
@@ -131,6 +140,15 @@ def _placeholder(graph: Graph, slot: Slot, tensor: Tensor, call: Call, original:
     if slot.kind == "input" and int(slot.key) < len(call.tensors):
         node.meta["batch_dim"] = call.batch_dims[int(slot.key)]
     return node
+
+
+def _seen_as_complex(graph: Graph, node: Node) -> Node:
+    """The complex value of a placeholder, which itself is real from now on."""
+    whole = graph.call_function(aten.view_as_complex.default, (node,))
+    whole.meta["val"] = node.meta["val"]
+    with whole.meta["val"].fake_mode:
+        node.meta["val"] = torch.view_as_real(node.meta["val"].detach())
+    return whole
 
 
 def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:

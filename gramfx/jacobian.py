@@ -84,7 +84,8 @@ def _dense(objectives: Tensor, parameters: dict[int, Tensor]) -> Tensor:
     for seed in _units(objectives):
         found = torch.autograd.grad(objectives, leaves, seed, retain_graph=True, allow_unused=True)
         made = [torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True)]
-        rows.append(torch.cat([g.reshape(-1).to(objectives.dtype) for g in made]))
+        real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in made]
+        rows.append(torch.cat([g.reshape(-1).to(objectives.dtype) for g in real]))
     jacobian = torch.stack(rows)
     return jacobian @ jacobian.T
 

@@ -60,6 +60,9 @@ def seed_outputs(graph_module: GraphModule, outputs: Sequence[int], places: Plac
 def _product(node: Node, seed: Node, dim: int | None, places: Places, build: Builder) -> Node:
     """Sums of products over all but the samples and the stacked cotangents."""
     lead = 1 if places.count else 0
+    if value(node).is_complex():
+        # <z, c> is the real part of z times the conjugate of c.
+        node, seed = (build(aten.view_as_real.default, one) for one in (node, seed))
     product = build(aten.mul.Tensor, build(aten.unsqueeze.default, node, 0) if lead else node, seed)
     kept = {*range(lead), *([dim + lead] if dim is not None and places.batched else [])}
     summed = [d for d in range(value(product).dim()) if d not in kept]

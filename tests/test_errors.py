@@ -82,7 +82,6 @@ REFUSED = [
         errors.UnsupportedError,
         "rrelu",
     ),
-    ("complex_parameter", complex_layer, errors.UnsupportedError, "complex64"),
 ]
 
 

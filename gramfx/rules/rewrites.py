@@ -165,6 +165,8 @@ def _index(node: Node, build: Builder) -> Node | None:
     """Rows chosen by one tensor of ids, or by ids of several leading dims, as ``embedding`` does."""
     table, indices = arguments(node)
     given = [index for index in indices if index is not None]
+    if value(table).is_complex():
+        return None  # which embedding cannot differentiate
     if list(indices[: len(given)]) != given or any(value(i).dtype == torch.bool for i in given):
         return None
     shape = [int(size) for size in value(table).shape]

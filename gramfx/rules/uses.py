@@ -58,7 +58,12 @@ def form_of(consumer: Node, operand: Node, clone: Node) -> Form | None:
         return _same_place(operand, clone)
     rule = USE_RULES.get(consumer.target)
     form = rule(consumer, operand) if rule else None
-    return form if form is None or _complete(form) else None
+    return form if form is None or (_complete(form) and not _conjugated(form)) else None
+
+
+def _conjugated(form: Form) -> bool:
+    """Whether a gradient has a conjugated factor, which no form spells."""
+    return any(factor.node is not None and value(factor.node).is_complex() for factor in form.factors)
 
 
 def _complete(form: Form) -> bool:
