@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from gramfx.captured import Captured, Probe
 from gramfx.discovery import Recorder, attributes_kept
+from gramfx.distributed import wrappers_of, wrappers_passed
 from gramfx.errors import (
     CaptureError,
     CaptureMismatchError,
@@ -25,7 +26,6 @@ from gramfx.errors import (
     GramfxError,
     NoTrainableParameterError,
     ObjectiveError,
-    UnsupportedError,
     VerificationError,
 )
 from gramfx.export import by_export
@@ -140,13 +140,13 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
 
 def _run_eagerly(program: Program, call: Call) -> Reference:
     """On copies of everything the forward might change."""
-    _refuse_wrappers(program)
+    wrappers_of(program)
     named = [*program.named_parameters(), *program.named_buffers()]
     state = {name: _copy(tensor) for name, tensor in named}
     copies = {id(tensor): state[name] for name, tensor in named}
     # A parameter may be given as an input, and is differentiated there too.
     tensors = [copies[id(tensor)] if id(tensor) in copies else _copy(tensor) for tensor in call.tensors]
-    with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program), checkpoints_run():
+    with Recorder([*state.values(), *tensors]) as recorder, flat_weights_kept(program), _plainly():
         returned = _as_tuple(torch.func.functional_call(program, state, tuple(tensors)))
     program.loose = tuple(recorder.loose.values())
     leaves = trainable(program)
@@ -156,6 +156,13 @@ def _run_eagerly(program: Program, call: Call) -> Reference:
     gradients = _gradients(returned, weights, {key: copies.get(key, tensor) for key, (_, tensor) in leaves.items()})
     differentiable = tuple(one.requires_grad for one in returned)
     return Reference(tuple(one.detach() for one in returned), weights, gradients, differentiable)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Without what only saves memory or talks to other processes."""
+    with checkpoints_run(), wrappers_passed():
+        yield
 
 
 def _as_tuple(returned: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -175,16 +182,6 @@ def _gradients(
     outs, seeds = zip(*reached, strict=True)
     found = torch.autograd.grad(outs, list(leaves.values()), seeds, allow_unused=True)
     return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(leaves, found, strict=True)}
-
-
-def _refuse_wrappers(program: Program) -> None:
-    for name, module in program.named_modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise UnsupportedError(
-                f"{type(module).__name__} synchronises gradients in hooks that a graph does not have",
-                where=f"module {user_name(name)!r}",
-                remedy="transform the wrapped module, its attribute .module",
-            )
 
 
 def _check_differentiable(returned: Sequence[Tensor], leaves: dict[int, tuple[str, Tensor]]) -> None:

@@ -39,6 +39,13 @@ class Slot:
     name: str
     real: bool = False
 
+    def held(self, program: Program, inputs: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Tensor:
+        """The tensor that it stands for now."""
+        if isinstance(self.key, str):
+            found: Tensor = operator.attrgetter(self.key)(program)
+            return found
+        return (inputs if self.kind == "input" else constants)[self.key]
+
     def seen(self, tensor: Tensor) -> Tensor:
         """The tensor as the graph takes it."""
         return torch.view_as_real(tensor) if self.real else tensor
@@ -74,14 +81,7 @@ class Captured:
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""
-        return [slot.seen(_fetch(slot, program, inputs, self.constants)) for slot in self.slots]
-
-
-def _fetch(slot: Slot, program: Program, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
-    if isinstance(slot.key, str):
-        found: Tensor = operator.attrgetter(slot.key)(program)
-        return found
-    return (inputs if slot.kind == "input" else constants)[slot.key]
+        return [slot.seen(slot.held(program, inputs, self.constants)) for slot in self.slots]
 
 
 def normal_form(
@@ -100,7 +100,7 @@ def normal_form(
     ``requires_grad``.
     """
     inputs = [*call.tensors, *program.loose]
-    tensors = [_fetch(slot, program, inputs, constants) for slot in slots]
+    tensors = [slot.held(program, inputs, constants) for slot in slots]
     slots = [replace(s, real=t.is_complex() and t.requires_grad) for s, t in zip(slots, tensors, strict=True)]
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     keep = sorted(set(first.values()))

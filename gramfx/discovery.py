@@ -98,7 +98,9 @@ def _module_key(module: nn.Module, assigned: Collection[Attribute], kept: list[A
     for child in module.modules():
         key.append((type(child),))
         key.append(tuple(id(hook) for hooks in _forward_hooks(child) for hook in hooks.values()))
-        for name, value in vars(child).items():
+        # What a wrapper keeps is its own business, and changes from call to call.
+        own = {} if isinstance(child, nn.parallel.DistributedDataParallel) else vars(child)
+        for name, value in own.items():
             if name not in _OF_EVERY_MODULE and (id(child), name) not in assigned:
                 key.append((name, _frozen(value, kept)))
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):

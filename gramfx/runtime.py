@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from gramfx.captured import Captured
+from gramfx.distributed import Averaging
 from gramfx.fitting import Lowering
 from gramfx.gradients import replayed_gradient, wanted_slots
 from gramfx.plan import Plan
@@ -27,6 +28,8 @@ from gramfx.torch_compat import (
 )
 
 Runnable = Callable[..., Any]
+#: What averages gradients over processes, and the leaves that they are of.
+Owed = tuple[Averaging, list[Tensor]] | None
 
 
 @dataclass
@@ -57,8 +60,11 @@ class Compiled:
 
     def __call__(self, program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
+        averaging = Averaging(program)
         tensors = self.captured.fetch(program, inputs)
-        return _Objectives.apply(self, tensors, *(tensors[index] for index in self.wanted))
+        leaves = [self.captured.slots[index].held(program, inputs) for index in self.wanted]
+        owed = (averaging, leaves) if averaging.groups else None
+        return _Objectives.apply(self, tensors, owed, *(tensors[index] for index in self.wanted))
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +103,9 @@ class Compiled:
 
 class _Objectives(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, tensors: list[Tensor], *wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, compiled: Compiled, tensors: list[Tensor], owed: Owed, *wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         given = [tensor.detach() for tensor in tensors]
         with torch.no_grad(), autocast_off():
             # Inductor takes strides for granted; a graph run op by op is given the same for one behaviour of both.
@@ -114,7 +122,7 @@ class _Objectives(torch.autograd.Function):
             for index, tensor in enumerate(saved)
             if index >= len(tensors) and tensor.untyped_storage().data_ptr() not in shared
         }
-        ctx.count, ctx.compiled = len(saved), compiled
+        ctx.count, ctx.compiled, ctx.owed = len(saved), compiled, owed
         ctx.save_for_backward(*(tensor for index, tensor in enumerate(saved) if index not in ctx.own))
         ctx.mark_non_differentiable(gramian)
         return objectives, gramian
@@ -128,4 +136,8 @@ class _Objectives(torch.autograd.Function):
             ctx.own = {}
         with torch.no_grad(), autocast_off():
             gradients = ctx.compiled.gradient([*saved, weights.contiguous()])
-        return (None, None, *gradients)
+        if ctx.owed is not None:
+            averaging, leaves = ctx.owed
+            averaging.after_backward(leaves)
+            ctx.owed = None
+        return (None, None, None, *gradients)

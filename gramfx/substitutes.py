@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gramfx import recurrent
+from gramfx.distributed import wrappers_passed
 from gramfx.torch_compat import flat_weights_kept, packing_replaced
 
 
@@ -57,7 +58,7 @@ class Substitutes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_captured(program: nn.Module) -> Iterator[None]:
-    """Around every capture: packed sequences stay padded, and substitutes run."""
+    """Around every capture: packed sequences stay padded, wrappers do nothing, and substitutes run."""
     packing = packing_replaced(recurrent.pack, recurrent.unpack, recurrent.run)
-    with packing, flat_weights_kept(program), Substitutes():
+    with packing, flat_weights_kept(program), wrappers_passed(), Substitutes():
         yield

@@ -54,6 +54,7 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "ambient_state",
+    "at_end_of_backward",
     "autocast_off",
     "below_autograd",
     "boxed",
@@ -62,6 +63,7 @@ __all__ = [
     "compile_plain",
     "contiguous",
     "data_dependent",
+    "does_more_than_average",
     "export_program",
     "fake_batch_size",
     "fake_mode_of",
@@ -86,6 +88,7 @@ __all__ = [
     "size_conditions",
     "source_name",
     "spelled",
+    "synchronise_buffers",
     "trace",
     "trace_artifact",
     "tracing_artifacts",
@@ -251,6 +254,23 @@ def random_ops_seen() -> Iterator[list[Any]]:
     """A list of the ops that drew random numbers."""
     with _Seen(torch.Tag.nondeterministic_seeded) as seen:
         yield seen.ops
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward pass that is running is over."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def does_more_than_average(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel was given hooks of its own, or casts what it is given."""
+    return bool(wrapper._comm_hooks) or wrapper.mixed_precision is not None
+
+
+def synchronise_buffers(wrapper: Any) -> None:
+    """Give the buffers of a DistributedDataParallel the values of its first process, if its forward would."""
+    if wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers()
 
 
 def jagged(tensor: Tensor) -> bool:

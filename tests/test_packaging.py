@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "axes", "forms", "source"),
     ("terms", "machine"),
     ("torch_compat", "align", "plan"),
-    ("recurrence", "functions"),
+    ("recurrence", "functions", "distributed"),
     ("recurrent",),
     ("tree", "discovery", "graph", "arrays", "substitutes"),
     ("factors", "sketch", "provenance", "program", "rules"),

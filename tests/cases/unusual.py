@@ -154,6 +154,5 @@ UNUSUAL = [
         inputs=lambda: (torch.randn(4, 4),),
         objective=entropy,
         targets=classes(0, 1, 1, 0),
-        deferred=True,
     ),
 ]
