@@ -10,6 +10,7 @@ Gates are in torch's order: LSTM in, forget, new, out; GRU reset, update, new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -347,8 +348,8 @@ def _several(info: Any, in_dims: tuple[Any, ...], kind: str, *given: Any) -> Any
     return made, tuple(None if one.dim() == 1 else 0 for one in made)
 
 
-def _numel(shape: Any) -> int:
-    return 0 if shape is None else int(shape[0]) * int(shape[1])
+def _numel(shape: Any) -> Any:
+    return 0 if shape is None else math.prod(shape)
 
 
 for _name, _kernel in (("recurrence", _whole), ("recurrence_forward", _forward), ("recurrence_backward", _backward)):
@@ -360,16 +361,14 @@ torch.library.register_fake("gramfx::recurrence_backward", _shapes_backward, lib
 torch.library.register_vmap("gramfx::recurrence_backward", _several, lib=_library)
 
 
+# Sizes may be symbols, which a number made of them would fix.
 @register_flop_formula(torch.ops.gramfx.recurrence_forward)
-def _(kind: str, rows: Any, start: Any, cell: Any, weight: Any, bias: Any, projection: Any, *_: Any, **__: Any) -> int:
+def _(kind: str, rows: Any, start: Any, cell: Any, weight: Any, bias: Any, projection: Any, *_: Any, **__: Any) -> Any:
     """One product with the recurrent weight a step, and one with the projection."""
-    return 2 * int(rows[0]) * int(rows[1]) * (_numel(weight) + _numel(projection))
+    return 2 * math.prod(rows[:2]) * (_numel(weight) + _numel(projection))
 
 
 @register_flop_formula(torch.ops.gramfx.recurrence_backward)
-def _(kind: str, d_out: Any, last: Any, cell: Any, weight: Any, projection: Any, *_: Any, **__: Any) -> int:
+def _(kind: str, d_out: Any, last: Any, cell: Any, weight: Any, projection: Any, *_: Any, **__: Any) -> Any:
     """The same for each cotangent."""
-    rows = 1
-    for size in d_out[:-1]:
-        rows *= int(size)
-    return 2 * rows * (_numel(weight) + _numel(projection))
+    return 2 * math.prod(d_out[:-1]) * (_numel(weight) + _numel(projection))

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import gramfx
 from gramfx.recurrence import recurrence
 from gramfx.recurrent import LAYERS, PaddedSizes, run
+from tests import reference
 
 MAKE: dict[str, Any] = {
     "lstm": nn.LSTM,
@@ -108,4 +109,21 @@ def test_plain_calls_in_between_do_not_capture_anew() -> None:
     assert all(one is other for one, other in zip(layer._flat_weight_refs, references, strict=True))
     layer(source)[0].sum().backward()
     step(source)
+    assert step.captures == 1
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_one_capture_for_all_batch_sizes(kind: str) -> None:
+    torch.manual_seed(0)
+    model = MAKE[kind](3, 4, num_layers=2, bidirectional=True, batch_first=True).double()
+    step = gramfx.transform(model, lambda out: out[0].square().sum((1, 2)), compile=False, dynamic=True)
+    for batch in (5, 2, 9):
+        source = torch.randn(batch, 3, 3, dtype=torch.float64)
+        objectives, gramian = step(source)
+        jacobian = reference.jacobian(model(source)[0].square().sum((1, 2)), reference.trainable(model))
+        assert reference.relative_error(gramian, jacobian @ jacobian.T) <= 1e-12
+        objectives.sum().backward()
+        got = torch.cat([reference.flat(p.grad, p) for p in reference.trainable(model)])
+        assert reference.relative_error(got, jacobian.sum(0)) <= 1e-12
+        model.zero_grad()
     assert step.captures == 1
