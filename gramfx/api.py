@@ -12,7 +12,7 @@ from gramfx.artifacts import record
 from gramfx.capture import capture, confirm, probe_of
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
-from gramfx.errors import InputError, StaticBatchWarning
+from gramfx.errors import InputError, RecaptureWarning, StaticBatchWarning
 from gramfx.fitting import Lowering, Planning, replanned
 from gramfx.measure import fastest_measured
 from gramfx.passes.plan_contractions import fastest_predicted
@@ -29,6 +29,9 @@ from gramfx.view.text import text
 Objective = Callable[..., Tensor]
 #: A compiled capture, the program whose tensors it runs on, and what its key keeps alive.
 Made = tuple[Compiled, Program, list[Any]]
+
+#: How many captures a step keeps, and after how many it says that there are many.
+MOST_CAPTURES, MANY_CAPTURES = 64, 16
 
 
 class Stage:
@@ -72,6 +75,7 @@ class Step(nn.Module):
         #: Whether new captures and plans are tried against the model itself; ``capture`` runs nothing without.
         self.trial = True
         self._made: dict[Hashable, list[Made]] = {}
+        self._many = False
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
         self._assigned: set[Attribute] = set()
@@ -132,7 +136,7 @@ class Step(nn.Module):
 
     @property
     def captures(self) -> int:
-        """How many graphs were captured so far."""
+        """How many graphs are kept, at most ``MOST_CAPTURES``."""
         return len(self._made)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Call:
@@ -144,11 +148,31 @@ class Step(nn.Module):
     def _compiled(self, call: Call) -> tuple[Compiled, Program]:
         family, exact, kept = self._keys(call)
         dynamic = self._wants_dynamic(call, family)
-        found = self._made.get((dynamic, family if dynamic else exact)) or self._made.get((False, exact))
+        found = self._kept((dynamic, family if dynamic else exact)) or self._kept((False, exact))
         made = found or self._make(call, kept, dynamic)
         compiled, program = self._planned(made, call)
         self._last = compiled
         return compiled, program
+
+    def _kept(self, key: Hashable) -> list[Made] | None:
+        """What was captured under a key, which is the latest used from now on."""
+        if key in self._made:
+            self._made[key] = self._made.pop(key)
+        return self._made.get(key)
+
+    def _keep(self, key: Hashable, made: list[Made]) -> None:
+        """Keep a capture, and no more than ``MOST_CAPTURES``: those used last."""
+        self._made[key] = made
+        if len(self._made) == MANY_CAPTURES and not self._many:
+            self._many = True
+            warn_user(
+                RecaptureWarning(
+                    f"{MANY_CAPTURES} graphs were captured, one for each shape of the inputs and each state of the "
+                    "model; pad inputs to few shapes, and keep out of the model what changes from call to call"
+                )
+            )
+        if len(self._made) > MOST_CAPTURES:
+            del self._made[next(iter(self._made))]
 
     def _planned(self, made: list[Made], call: Call) -> tuple[Compiled, Program]:
         """The capture with a plan for this batch size, planned and tried now where there is none yet."""
@@ -197,7 +221,7 @@ class Step(nn.Module):
         after = tensor_attributes(self)
         self._assigned |= {name for name in after if name not in before or before[name][1] is not after[name][1]}
         family, exact, _ = self._keys(call)
-        self._made[(False, exact) if static else (True, family)] = [made]
+        self._keep((False, exact) if static else (True, family), [made])
         if dynamic and static:
             self._static.add(family)
             if self._dynamic:

@@ -19,6 +19,7 @@ CoupledObjectivesWarning       objectives are coupled; exact, at the price of mo
 StaticBatchWarning             a symbolic batch was asked for and cannot be had
 DenseJacobianWarning           rows of the Jacobian are formed for some parameters; exact, and slow
 EagerRegionWarning             a part of a model compiled with backend="gramfx" runs as it is
+RecaptureWarning               calls differ so much that many graphs were captured
 """
 
 
@@ -115,3 +116,7 @@ class DenseJacobianWarning(UserWarning):
 
 class EagerRegionWarning(UserWarning):
     """A part of a model compiled with ``backend="gramfx"`` could not be captured, and runs uncompiled."""
+
+
+class RecaptureWarning(UserWarning):
+    """Calls differ in shapes, or the model in its state, so that many graphs were captured."""
