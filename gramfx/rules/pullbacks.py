@@ -16,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from gramfx.forms import OneHot
-from gramfx.graph import argument, arguments, value
+from gramfx.graph import ancestors, argument, arguments, value
 from gramfx.terms import SAMPLE
+from gramfx.torch_compat import same_shape
 
 aten = torch.ops.aten
 
@@ -196,10 +197,28 @@ def _chosen(node: Node, spelling: Spelling) -> bool:
     return True
 
 
+def _sum(node: Node, spelling: Spelling) -> bool:
+    """``w + c``: nothing changes, unless ``w`` is broadcast."""
+    source = _shifted(node)
+    return source is not None and same_shape(value(node).shape, value(source).shape)
+
+
+def _shifted(node: Node) -> Node | None:
+    """The one operand of a sum that parameters reach; the derivative by it is one."""
+    reached = [arg for arg in arguments(node)[:2] if isinstance(arg, Node) and _is_learned(arg)]
+    return reached[0] if len(reached) == 1 and node.kwargs.get("alpha", 1) == 1 else None
+
+
+def _is_learned(node: Node) -> bool:
+    return any("parameter" in source.meta for source in ancestors(node))
+
+
+_SUMS = {aten.add.Tensor, aten.add.Scalar}
 _PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int}
 
 PULLBACKS: dict[Any, Callable[[Node, Spelling], bool]] = {
     **dict.fromkeys((aten.clone.default, aten.alias.default, aten.contiguous.default), _same),
+    **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys((aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default), _permute),
     **dict.fromkeys(
         (
@@ -237,6 +256,8 @@ def pull_back(node: Node, spelling: Spelling) -> Node | None:
         source = arguments(node)[0] if arguments(node) else None
         if node.target is operator.getitem:
             source = arguments(source)[0] if isinstance(source, Node) and source.target in _PIECES else None
+        if node.target in _SUMS:
+            source = _shifted(node)
         if rule is None or not isinstance(source, Node) or not rule(node, spelling):
             return None
         node = source
