@@ -68,7 +68,8 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
     with _random_state_kept(program, call), contextlib.nullcontext() if trial else _fakes_alone():
         reference = _run_eagerly(program, call)
     failures: list[Exception] = []
-    for method in (by_export, by_tracing):
+    # Export does not follow a nested tensor that is made inside.
+    for method in (by_tracing,) if call.nested else (by_export, by_tracing):
         try:
             with _traces_leave_nothing(program, call):
                 captured = method(program, call, dynamic)

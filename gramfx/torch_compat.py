@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -41,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import preserve_node_meta
+from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -52,6 +54,7 @@ __all__ = [
     "FakeTensorMode",
     "Fixed",
     "InputKind",
+    "JaggedParts",
     "OutputKind",
     "ambient_state",
     "autocast_off",
@@ -72,9 +75,12 @@ __all__ = [
     "graph_kept",
     "in_functorch",
     "is_checkpoint",
+    "is_jagged_template",
     "is_symbolic",
     "is_wrapped",
     "jagged",
+    "jagged_from",
+    "jagged_parts",
     "new_fake_inputs",
     "on_fresh_fakes",
     "packing_replaced",
@@ -256,6 +262,52 @@ def random_ops_seen() -> Iterator[list[Any]]:
 def jagged(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a nested tensor of any layout."""
     return tensor.is_nested
+
+
+@dataclasses.dataclass(frozen=True)
+class JaggedParts:
+    """What a nested tensor of layout jagged is made of; ``dim`` is the ragged one."""
+
+    values: Tensor
+    offsets: Tensor
+    dim: int
+    shortest: int
+    longest: int
+
+
+def jagged_parts(tensor: Any) -> JaggedParts | str:
+    """A nested tensor taken apart, nothing written to it; why it cannot be, where it is not made of whole rows."""
+    if not isinstance(tensor, NestedTensor):
+        return f"a nested tensor of layout {tensor.layout}"
+    offsets = tensor.offsets()
+    if tensor.lengths() is not None:
+        return "one with lengths of its own, as torch.nested.narrow makes"
+    lengths = offsets.diff()
+    if int(offsets[0]) or int(offsets[-1]) != tensor._values.shape[tensor._ragged_idx - 1]:
+        return "one whose samples are not all of its rows"
+    known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    shortest = known[0] if known[0] is not None else int(lengths.min()) if len(lengths) else 0
+    longest = known[1] if known[1] is not None else int(lengths.max()) if len(lengths) else 0
+    if longest < (int(lengths.max()) if len(lengths) else 0):
+        return f"one with a sample longer than its max_seqlen of {longest}"
+    values = tensor.values() if tensor.requires_grad else tensor._values
+    return JaggedParts(values, offsets, tensor._ragged_idx, shortest, longest)
+
+
+def is_jagged_template(tensor: Tensor) -> bool:
+    """Whether this is the tensor without numbers that torch hands around to make views that are nested."""
+    return tensor.is_nested and tensor.device.type == "meta"
+
+
+def jagged_from(parts: JaggedParts) -> Tensor:
+    """The nested tensor, differentiable by its values.
+
+    ``torch.nested.nested_tensor_from_jagged`` does this, and refuses to be traced.
+    """
+    made: Tensor = nested_view_from_values_offsets(
+        parts.values, parts.offsets, parts.dim, min_seqlen=parts.shortest, max_seqlen=parts.longest
+    )
+    return made
 
 
 def ambient_state() -> tuple[Any, ...]:

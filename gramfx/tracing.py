@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from gramfx.captured import Captured, normal_form, slot_of_input, slot_of_state
 from gramfx.errors import CaptureError, DataDependentError, GramfxError
 from gramfx.program import Call, Program
+from gramfx.ragged import with_derivatives
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
 from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, size_conditions, trace
@@ -87,6 +88,7 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
         # Export checks this of itself; a trace only writes it down.
         raise CaptureError("the model's graph depends on the batch size", got=", ".join(conditions))
     _only_users_stops(graph_module)
+    with_derivatives(graph_module)
     slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]
     slots += [slot_of_input(index, call) for index in range(len(own) + len(loose))]
     outputs = _separate_mutations(graph_module)

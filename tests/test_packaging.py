@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("torch_compat", "align", "plan"),
     ("recurrence", "functions"),
     ("recurrent",),
-    ("tree", "discovery", "graph", "arrays", "substitutes"),
+    ("tree", "discovery", "graph", "arrays", "substitutes", "ragged"),
     ("factors", "sketch", "provenance", "program", "rules"),
     ("emit", "uses", "captured", "memory"),
     ("ops", "cost", "fallback", "export", "tracing"),
