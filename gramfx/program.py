@@ -40,6 +40,19 @@ class Call:
         sizes += [self.tensors[offsets].shape[0] - 1 for offsets in self.ragged if offsets is not None]
         return sizes[0] if sizes else None
 
+    def rows_of(self, index: int) -> dict[str, Any]:
+        """What the placeholder of tensor ``index`` is told where it holds rows, or the offsets of samples in rows.
+
+        ``offsets``: the placeholder's index and the dim of the rows; ``longest``: of the samples, how many rows.
+        """
+        marks = [leaf for leaf in self.leaves if isinstance(leaf, (Tensor, Jagged))]
+        first = len(marks)
+        if index >= first:
+            longest = [one.longest for one in marks if isinstance(one, Jagged) and one.offsets == index - first]
+            return {"longest": max(longest)}
+        mark, offsets = marks[index], self.ragged[index]
+        return {} if offsets is None or not isinstance(mark, Jagged) else {"rows": (f"input{offsets}", mark.dim - 1)}
+
     @property
     def nested(self) -> bool:
         """Whether some argument is a nested tensor."""
