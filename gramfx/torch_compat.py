@@ -42,7 +42,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import preserve_node_meta
-from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
+from torch.nested._internal.nested_tensor import (
+    NestedTensor,
+    nested_from_padded,
+    nested_view_from_values_offsets,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -80,9 +84,12 @@ __all__ = [
     "is_wrapped",
     "jagged",
     "jagged_from",
+    "jagged_from_padded",
+    "jagged_known",
     "jagged_parts",
     "new_fake_inputs",
     "on_fresh_fakes",
+    "on_rows",
     "packing_replaced",
     "pytree",
     "random_ops_seen",
@@ -292,6 +299,32 @@ def jagged_parts(tensor: Any) -> JaggedParts | str:
         return f"one with a sample longer than its max_seqlen of {longest}"
     values = tensor.values() if tensor.requires_grad else tensor._values
     return JaggedParts(values, offsets, tensor._ragged_idx, shortest, longest)
+
+
+def jagged_known(tensor: Any) -> JaggedParts | None:
+    """What a nested tensor made of whole rows is made of, its lengths as far as they were told to it; also of fakes."""
+    if not isinstance(tensor, NestedTensor) or tensor.lengths() is not None:
+        return None
+    known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    if known[0] is None or known[1] is None:
+        return None
+    return JaggedParts(tensor._values, tensor.offsets(), tensor._ragged_idx, *known)
+
+
+def jagged_from_padded(padded: Tensor, like: JaggedParts) -> Tensor:
+    """``[samples, longest, …]`` as a nested tensor with as many rows a sample as another one, its ragged dim 1."""
+    made: Tensor = nested_from_padded(
+        padded, like.offsets, 1, like.shortest, like.longest, like.values.shape[like.dim - 1]
+    )
+    return made
+
+
+def on_rows(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+    """``function`` of the rows of a nested tensor, without derivatives; of any other tensor as it is."""
+    parts = jagged_known(tensor)
+    if parts is None:
+        return function(tensor)
+    return jagged_from(dataclasses.replace(parts, values=function(parts.values)))
 
 
 def is_jagged_template(tensor: Tensor) -> bool:

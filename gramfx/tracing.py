@@ -17,7 +17,7 @@ from gramfx.program import Call, Program
 from gramfx.ragged import with_derivatives
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, pytree, size_conditions, trace
+from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, on_rows, pytree, size_conditions, trace
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class _MarkStops(TorchFunctionMode):
 
         def mark(leaf: Any) -> Any:
             stopped = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.requires_grad
-            return stop_gradient(leaf) if stopped and not any(leaf is tensor for tensor in given) else leaf
+            return on_rows(stop_gradient, leaf) if stopped and not any(leaf is tensor for tensor in given) else leaf
 
         return pytree.tree_map(mark, result)
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("terms", "machine"),
     ("torch_compat", "align", "plan"),
     ("recurrence", "functions"),
-    ("recurrent",),
+    ("recurrent", "nested"),
     ("tree", "discovery", "graph", "arrays", "substitutes", "ragged"),
     ("factors", "sketch", "provenance", "program", "rules"),
     ("emit", "uses", "captured", "memory"),
