@@ -18,6 +18,7 @@ import torch._decomp
 import torch._dynamo
 import torch._functorch.config
 import torch.export
+import torch.fx._symbolic_trace
 import torch.nn.utils.rnn
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -87,6 +88,7 @@ __all__ = [
     "jagged_from_padded",
     "jagged_known",
     "jagged_parts",
+    "nesting_traced",
     "new_fake_inputs",
     "on_fresh_fakes",
     "on_rows",
@@ -325,6 +327,11 @@ def on_rows(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
     if parts is None:
         return function(tensor)
     return jagged_from(dataclasses.replace(parts, values=function(parts.values)))
+
+
+def nesting_traced() -> Any:
+    """A context in which models may call ``torch.nested.nested_tensor_from_jagged``, which refuses to be traced."""
+    return mock.patch.object(torch.fx._symbolic_trace, "is_fx_tracing", lambda: False)
 
 
 def is_jagged_template(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from gramfx.program import Call, Program
 from gramfx.ragged import with_derivatives
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, new_fake_inputs, on_rows, pytree, size_conditions, trace
+from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, nesting_traced, new_fake_inputs, on_rows, pytree, size_conditions, trace
 
 aten = torch.ops.aten
 
@@ -82,7 +83,7 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
                 program, dict(zip(names, leaves[: len(names)], strict=True)), tuple(leaves[len(names) :])
             )
 
-    with as_captured(program):
+    with as_captured(program), nesting_traced() if call.nested else contextlib.nullcontext():
         graph_module = trace(run, fakes, stack_traces=True)
     if dynamic and (conditions := size_conditions(fakes)):
         # Export checks this of itself; a trace only writes it down.
