@@ -135,6 +135,8 @@ class Regions:
         return dynamic, call.key(symbolic_batch=dynamic), tuple(states), ambient_state()
 
     def _compiled(self, given: Sequence[Any], call: Call, *, dynamic: bool) -> Made:
+        if call.nested:
+            raise UnsupportedError("nested tensors", remedy="use gramfx.transform for models of nested tensors")
         program = _RegionProgram(_RegionModel(self.graph_module, self.arguments, given, self.outputs.nodes))
         captured = capture(program, call, dynamic=dynamic)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size

@@ -35,11 +35,11 @@ from gramfx.nested import Differentiable
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import (
     DATA_DEPENDENT,
-    FakeTensorMode,
     autocast_off,
     data_dependent,
     flat_weights_kept,
     functorch_levels_closed,
+    numberless,
 )
 from gramfx.tracing import by_tracing, explain
 
@@ -112,7 +112,7 @@ def _random_state_kept(program: Program, call: Call) -> Iterator[None]:
 def _fakes_alone() -> Iterator[None]:
     """Tensors have sizes and no numbers; what needs numbers ends in an error of ours."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with numberless():
             yield
     except DATA_DEPENDENT as error:
         raise explain([error]) from error

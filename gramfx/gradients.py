@@ -23,6 +23,7 @@ from gramfx.forms import Form
 from gramfx.graph import named, placeholders, results, value
 from gramfx.memory import Storage, nbytes, profile, storages
 from gramfx.passes.differentiate import Joint
+from gramfx.ragged import owners
 from gramfx.torch_compat import contiguous, fake_mode_of, trace
 from gramfx.uses import Rows, Runs, Use, first_value, runs_of
 
@@ -194,17 +195,11 @@ class _Weighted:
         if use.coupled:
             return torch.tensordot(weights.reshape(-1).to(lead.dtype), lead, 1)
         count = lead.shape[0]
-        if (runs := runs_of(use)) is not None:
-            dim = use.form.cotangent.dims.index(runs.label) if use.form else 0
-            size = lead.shape[dim + 1]
-            each = self._along_rows(weights, count, runs, values)
-        else:
-            dim, inner = self._place(use, tap)
-            size = lead.shape[dim + 1]
-            each = self._along(weights, count, size, inner)
-        along = each.reshape(
-            count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2)
-        )
+        runs = runs_of(use)
+        dim, inner = self._place(use, tap, runs)
+        size = lead.shape[dim + 1]
+        each = self._along_rows(weights, count, runs, values) if runs else self._along(weights, count, size, inner)
+        along = each.reshape(count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2))
         return (lead * along).sum(0) if count > 1 else lead[0] * along[0]
 
     def _along(self, weights: Tensor, count: int, size: Any, inner: int) -> Tensor:
@@ -220,14 +215,15 @@ class _Weighted:
         """The weights of ``count`` objectives a sample, at each row of a ragged batch."""
         key = (count, runs.offsets, runs.entries)
         if key not in self.scales:
-            ends = values.constant(runs.offsets)[1:]
-            owner = torch.bucketize(torch.arange(runs.rows, device=ends.device), ends, right=True)
             each = weights.reshape(self.rows.before, -1, self.rows.after).transpose(1, 2).reshape(count, -1)
-            self.scales[key] = each.index_select(1, owner).unsqueeze(2).expand(-1, -1, runs.entries)
+            each = each.index_select(1, owners(values.constant(runs.offsets), runs.rows))
+            self.scales[key] = each.unsqueeze(2).expand(-1, -1, runs.entries)
         return self.scales[key]
 
-    def _place(self, use: Use, tap: Node) -> tuple[int, int]:
+    def _place(self, use: Use, tap: Node, runs: Runs | None) -> tuple[int, int]:
         """The dim of a cotangent that holds the samples, and how many entries each has in a row there."""
+        if runs is not None and use.form is not None:
+            return use.form.cotangent.dims.index(runs.label), runs.entries
         if use.form is None or use.form.tap == "output":
             return tap.meta["axes"].batch.dim, int(tap.meta["axes"].batch.inner)
         batch = first_value(use.op).batch

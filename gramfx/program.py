@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gramfx.discovery import Substitution, modules_of
 from gramfx.errors import BatchSizeError, InputError, ObjectiveError, UnsupportedError
-from gramfx.ragged import Jagged, taken_apart
+from gramfx.ragged import Jagged, refuse_holes, taken_apart
 from gramfx.torch_compat import jagged, pytree
 from gramfx.tree import Tree, flatten
 
@@ -115,8 +115,9 @@ def _without_nested(given: list[tuple[Tensor, int | None]], leaves: list[Any], t
 
 
 def _check_layout(tensor: Tensor) -> None:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if not plain and not jagged(tensor):
+    if jagged(tensor):
+        refuse_holes(tensor)
+    elif type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         raise UnsupportedError(
             "an input is not an ordinary dense tensor",
             expected="torch.Tensor, strided, or nested and jagged",

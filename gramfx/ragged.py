@@ -38,25 +38,33 @@ class Jagged:
         return jagged_from(JaggedParts(values, offsets[self.offsets], self.dim, self.shortest, self.longest))
 
 
-def taken_apart(tensor: Tensor, offsets: list[Tensor]) -> tuple[Jagged, Tensor]:
-    """What stands for a nested tensor, and its rows; offsets that are not in the list yet are added.
-
-    Raises :class:`UnsupportedError` for nested tensors that are not made of consecutive rows.
-    """
+def refuse_holes(tensor: Tensor) -> JaggedParts:
+    """The parts of a nested tensor; an :class:`UnsupportedError` where it is not made of consecutive rows."""
     parts = jagged_parts(tensor)
-    if isinstance(parts, str):
-        raise UnsupportedError(
-            "an input is a nested tensor that is not made of consecutive rows",
-            expected="a nested tensor of layout torch.jagged, without holes",
-            got=parts,
-            remedy="make it by torch.nested.nested_tensor(list_of_tensors, layout=torch.jagged), or pad it and pass a "
-            "mask",
-        )
+    if not isinstance(parts, str):
+        return parts
+    raise UnsupportedError(
+        "an input is a nested tensor that is not made of consecutive rows",
+        expected="a nested tensor of layout torch.jagged, without holes",
+        got=parts,
+        remedy="call .contiguous() on a jagged one with holes, make others by torch.nested.nested_tensor(tensors, "
+        "layout=torch.jagged), or pad them and pass a mask",
+    )
+
+
+def taken_apart(tensor: Tensor, offsets: list[Tensor]) -> tuple[Jagged, Tensor]:
+    """What stands for a nested tensor, and its rows; offsets that are not in the list yet are added."""
+    parts = refuse_holes(tensor)
     # Nested tensors can only meet if they share the very tensor of their offsets.
     index = next((i for i, one in enumerate(offsets) if one is parts.offsets), len(offsets))
     if index == len(offsets):
         offsets.append(parts.offsets)
     return Jagged(index, parts.dim, parts.shortest, parts.longest), parts.values
+
+
+def owners(offsets: Tensor, rows: int) -> Tensor:
+    """``[rows]``: the sample that each row belongs to."""
+    return torch.bucketize(torch.arange(rows, device=offsets.device), offsets[1:], right=True)
 
 
 @torch.library.custom_op("gramfx::jagged_to_padded", mutates_args=())
@@ -107,9 +115,7 @@ def _(
 
 
 @padded_to_jagged.register_vmap
-def _(
-    info: Any, in_dims: tuple[int | None, ...], padded: Tensor, offsets: Tensor, rows: int
-) -> tuple[Tensor, int]:
+def _(info: Any, in_dims: tuple[int | None, ...], padded: Tensor, offsets: Tensor, rows: int) -> tuple[Tensor, int]:
     assert in_dims[0] is not None
     return padded_to_jagged(padded.movedim(in_dims[0], 2), offsets, rows), 1
 

@@ -90,6 +90,7 @@ __all__ = [
     "jagged_parts",
     "nesting_traced",
     "new_fake_inputs",
+    "numberless",
     "on_fresh_fakes",
     "on_rows",
     "packing_replaced",
@@ -291,26 +292,25 @@ def jagged_parts(tensor: Any) -> JaggedParts | str:
     offsets = tensor.offsets()
     if tensor.lengths() is not None:
         return "one with lengths of its own, as torch.nested.narrow makes"
-    lengths = offsets.diff()
     if int(offsets[0]) or int(offsets[-1]) != tensor._values.shape[tensor._ragged_idx - 1]:
         return "one whose samples are not all of its rows"
-    known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
-    shortest = known[0] if known[0] is not None else int(lengths.min()) if len(lengths) else 0
-    longest = known[1] if known[1] is not None else int(lengths.max()) if len(lengths) else 0
-    if longest < (int(lengths.max()) if len(lengths) else 0):
-        return f"one with a sample longer than its max_seqlen of {longest}"
+    lengths: list[int] = offsets.diff().tolist() or [0]
+    shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    if min(lengths) < 0 or (longest is not None and longest < max(lengths)):
+        return f"one with samples of {min(lengths)} to {max(lengths)} rows and a max_seqlen of {longest}"
+    shortest = min(lengths) if shortest is None else shortest
     values = tensor.values() if tensor.requires_grad else tensor._values
-    return JaggedParts(values, offsets, tensor._ragged_idx, shortest, longest)
+    return JaggedParts(values, offsets, tensor._ragged_idx, shortest, max(lengths) if longest is None else longest)
 
 
 def jagged_known(tensor: Any) -> JaggedParts | None:
     """What a nested tensor made of whole rows is made of, its lengths as far as they were told to it; also of fakes."""
     if not isinstance(tensor, NestedTensor) or tensor.lengths() is not None:
         return None
-    known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
-    if known[0] is None or known[1] is None:
+    shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    if shortest is None or longest is None:
         return None
-    return JaggedParts(tensor._values, tensor.offsets(), tensor._ragged_idx, *known)
+    return JaggedParts(tensor._values, tensor.offsets(), tensor._ragged_idx, shortest, longest)
 
 
 def jagged_from_padded(padded: Tensor, like: JaggedParts) -> Tensor:
@@ -511,6 +511,11 @@ def flat_weights_kept(program: nn.Module) -> Iterator[None]:
     finally:
         for layer, weights, references in held:
             layer._flat_weights, layer._flat_weight_refs = weights, references
+
+
+def numberless() -> FakeTensorMode:
+    """A mode in which tensors have sizes and no numbers. Nested tensors want the environment, for their ragged size."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Any]:

@@ -18,7 +18,16 @@ from gramfx.program import Call, Program
 from gramfx.ragged import with_derivatives
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
-from gramfx.torch_compat import DATA_DEPENDENT, in_functorch, nesting_traced, new_fake_inputs, on_rows, pytree, size_conditions, trace
+from gramfx.torch_compat import (
+    DATA_DEPENDENT,
+    in_functorch,
+    nesting_traced,
+    new_fake_inputs,
+    on_rows,
+    pytree,
+    size_conditions,
+    trace,
+)
 
 aten = torch.ops.aten
 
