@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.autograd import Region
 from gramfx.capture import capture
-from gramfx.errors import EagerRegionWarning, InputError
+from gramfx.errors import EagerRegionWarning, InputError, UnsupportedError
 from gramfx.fitting import Planning
 from gramfx.inside import Split, calls_of
 from gramfx.jacobian import gramian
