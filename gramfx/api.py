@@ -203,6 +203,11 @@ class Step(nn.Module):
         size = call.batch_size
         if size is None or size < 2 or self._dynamic is False or family in self._static:
             return False
+        if call.nested:
+            self._static.add(family)
+            if self._dynamic:
+                warn_user(StaticBatchWarning("one capture per batch of nested tensors: the number of rows is baked in"))
+            return False
         first = self._seen.setdefault(family, size)
         return bool(self._dynamic) or first != size
 

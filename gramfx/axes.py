@@ -27,6 +27,45 @@ class Loc:
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """Samples that own runs of rows, as many each as the tensor ``offsets`` says, a placeholder; ``rows`` in all.
+
+    The digit that tells the row apart has this extent. The sample is a function of it, so what keeps rows apart keeps
+    samples apart. A place has it as a factor of its inner extent, a symbol that no rule can mistake for a number.
+    """
+
+    offsets: str
+    rows: int
+
+    @property
+    def unit(self) -> sympy.Expr:
+        """The inner extent of a dim whose entries are rows."""
+        return sympy.Symbol(f"{_MARK}{self.rows}:{self.offsets}", integer=True, positive=True)
+
+    def within(self, inner: Size) -> int | None:
+        """How many entries each row has in succession, None where the inner extent is not one of these rows."""
+        found = quotient(inner, self.unit)
+        return found if isinstance(found, int) else None
+
+
+_MARK = "rows:"
+
+
+def ragged(loc: Loc | None) -> Ragged | None:
+    """The runs of rows that a place tells apart, None where it tells samples apart."""
+    return None if loc is None or isinstance(loc.inner, int) else _ragged(loc.inner)
+
+
+@lru_cache(maxsize=4096)
+def _ragged(inner: sympy.Expr) -> Ragged | None:
+    for symbol in inner.free_symbols:
+        if symbol.name.startswith(_MARK):
+            rows, _, offsets = symbol.name.removeprefix(_MARK).partition(":")
+            return Ragged(offsets, int(rows))
+    return None
+
+
+@dataclass(frozen=True)
 class Value:
     """What is known of a tensor.
 
@@ -76,7 +115,14 @@ def _polynomial_quotient(size: sympy.Expr, divisor: sympy.Expr) -> Size | None:
 
 
 def holds(size: Size, inner: Size, extent: Size) -> bool:
-    """Whether a dim of this size holds whole periods of the digit: ``inner * extent`` divides it."""
+    """Whether a dim of this size holds whole periods of the digit: ``inner * extent`` divides it.
+
+    A digit of rows has their number for its extent.
+    """
+    rows = None if isinstance(inner, int) else _ragged(inner)
+    if rows is not None:
+        entries = rows.within(inner)
+        return entries is not None and quotient(size, entries * rows.rows) is not None
     return quotient(size, inner * extent) is not None
 
 

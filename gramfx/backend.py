@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.autograd import Region
 from gramfx.capture import capture
-from gramfx.errors import EagerRegionWarning, InputError
+from gramfx.errors import EagerRegionWarning, InputError, UnsupportedError
 from gramfx.fitting import Planning
 from gramfx.inside import Split, calls_of
 from gramfx.jacobian import gramian
@@ -136,6 +136,8 @@ class Regions:
         return dynamic, call.key(symbolic_batch=dynamic), tuple(states), ambient_state()
 
     def _compiled(self, given: Sequence[Any], call: Call, *, dynamic: bool) -> Made:
+        if call.nested:
+            raise UnsupportedError("nested tensors", remedy="use gramfx.transform for models of nested tensors")
         program = _RegionProgram(_RegionModel(self.graph_module, self.arguments, given, self.outputs.nodes))
         captured = capture(program, call, dynamic=dynamic)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size

@@ -26,19 +26,21 @@ from gramfx.errors import (
     GramfxError,
     NoTrainableParameterError,
     ObjectiveError,
+    UnsupportedError,
     VerificationError,
 )
 from gramfx.export import by_export
 from gramfx.functions import checkpoints_run, functions_recorded
 from gramfx.graph import where
+from gramfx.nested import Differentiable
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import (
     DATA_DEPENDENT,
-    FakeTensorMode,
     autocast_off,
     data_dependent,
     flat_weights_kept,
     functorch_levels_closed,
+    numberless,
 )
 from gramfx.tracing import by_tracing, explain
 
@@ -66,10 +68,11 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
     :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
     """
     program.call, program.loose = call, ()
-    with _random_state_kept(program, call), contextlib.nullcontext() if trial else _fakes_alone():
-        reference = _run_eagerly(program, call)
+    with contextlib.nullcontext() if trial else _fakes_alone():
+        reference = _reference(program, call)
     failures: list[Exception] = []
-    for method in (by_export, by_tracing):
+    # Export does not follow a nested tensor that is made inside.
+    for method in (by_tracing,) if call.nested else (by_export, by_tracing):
         try:
             with _traces_leave_nothing(program, call):
                 captured = method(program, call, dynamic)
@@ -111,7 +114,7 @@ def _random_state_kept(program: Program, call: Call) -> Iterator[None]:
 def _fakes_alone() -> Iterator[None]:
     """Tensors have sizes and no numbers; what needs numbers ends in an error of ours."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with numberless():
             yield
     except DATA_DEPENDENT as error:
         raise explain([error]) from error
@@ -136,6 +139,35 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
         if tensor.requires_grad and tensor.is_leaf:
             found.setdefault(id(tensor), (name, tensor))
     return found
+
+
+def _reference(program: Program, call: Call) -> Reference:
+    try:
+        with _random_state_kept(program, call):
+            return _run_eagerly(program, call)
+    except RuntimeError as problem:
+        if not call.nested:
+            raise
+        return _reference_of_nested(program, call, problem)
+
+
+def _reference_of_nested(program: Program, call: Call, problem: RuntimeError) -> Reference:
+    """With reductions of nested tensors written out, which torch computes and does not differentiate."""
+    with _random_state_kept(program, call), torch.no_grad():
+        returned = _as_tuple(program(*(_copy(t) for t in call.tensors)))
+    try:
+        with _random_state_kept(program, call), Differentiable():
+            reference = _run_eagerly(program, call)
+    except RuntimeError:
+        raise UnsupportedError(
+            "torch cannot differentiate the model with a nested tensor for an input",
+            expected="operations on nested tensors that have a derivative in torch",
+            got=f"{type(problem).__name__}: {problem}",
+            remedy="pool by torch.nested.to_padded_tensor(x, 0.0).sum(1), or pass padded tensors and a mask",
+        ) from problem
+    for mine, other in zip(reference.returned, returned, strict=True):
+        _compare_group([("objectives", mine, other.detach())], TOLERANCE.get(other.dtype, 0.0))
+    return reference
 
 
 def _run_eagerly(program: Program, call: Call) -> Reference:
@@ -254,8 +286,7 @@ def probe_of(captured: Captured, program: Program, call: Call) -> Probe:
     """What the eager model says of a random combination of the objectives of another call of the same capture."""
     program.call = call
     try:
-        with _random_state_kept(program, call):
-            return _probe(captured, program, _run_eagerly(program, call))
+        return _probe(captured, program, _reference(program, call))
     finally:
         program.call = None
 

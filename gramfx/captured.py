@@ -139,6 +139,7 @@ def _placeholder(graph: Graph, slot: Slot, tensor: Tensor, call: Call, original:
         node.meta["parameter"] = slot.name
     if slot.kind == "input" and int(slot.key) < len(call.tensors):
         node.meta["batch_dim"] = call.batch_dims[int(slot.key)]
+        node.meta |= call.rows_of(int(slot.key))
     return node
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.torch_compat import is_wrapped, pytree
+from gramfx.errors import UnsupportedError
+from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -168,12 +169,24 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in self._known and not is_wrapped(leaf):
-                self.loose[id(leaf)] = leaf
+                self._add(leaf)
         result = function(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._known.setdefault(id(leaf), leaf)
         return result
+
+    def _add(self, leaf: Tensor) -> None:
+        if is_jagged_template(leaf):
+            return
+        if jagged(leaf):
+            raise UnsupportedError(
+                "the model uses a nested tensor that it was not given",
+                expected="nested tensors among the inputs only",
+                got=f"one of layout {leaf.layout}, closed over or an attribute",
+                remedy="pass it as an argument, with None in in_dims if it holds no samples",
+            )
+        self.loose[id(leaf)] = leaf
 
 
 class Substitution(TorchFunctionMode):

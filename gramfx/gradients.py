@@ -23,8 +23,9 @@ from gramfx.forms import Form
 from gramfx.graph import named, placeholders, results, value
 from gramfx.memory import Storage, nbytes, profile, storages
 from gramfx.passes.differentiate import Joint
+from gramfx.ragged import owners
 from gramfx.torch_compat import contiguous, fake_mode_of, trace
-from gramfx.uses import Rows, Use, first_value
+from gramfx.uses import Rows, Runs, Use, first_value, runs_of
 
 Runnable = Callable[..., Any]
 
@@ -175,7 +176,7 @@ class _Weighted:
         for tap, out in zip(first.taps, self._outs(group, values), strict=True):
             if tap.name in store:
                 cotangent = values.held[store[tap.name]]
-                found.append((out, self._weighted(first, tap, cotangent, weights).to(out.dtype)))
+                found.append((out, self._weighted(first, tap, cotangent, weights, values).to(out.dtype)))
         return found
 
     def _outs(self, group: Group, values: _Values) -> Sequence[Tensor]:
@@ -189,15 +190,16 @@ class _Weighted:
         inputs = {node: live[node] if node in live else values.constant(node) for node in first.op.all_input_nodes}
         return outputs_of(first, inputs)
 
-    def _weighted(self, use: Use, tap: Node, cotangent: Tensor, weights: Tensor) -> Tensor:
+    def _weighted(self, use: Use, tap: Node, cotangent: Tensor, weights: Tensor, values: _Values) -> Tensor:
         lead = cotangent if cotangent.dim() > value(tap).dim() else cotangent.unsqueeze(0)
         if use.coupled:
             return torch.tensordot(weights.reshape(-1).to(lead.dtype), lead, 1)
-        dim, inner = self._place(use, tap)
-        count, size = lead.shape[0], lead.shape[dim + 1]
-        along = self._along(weights, count, size, inner).reshape(
-            count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2)
-        )
+        count = lead.shape[0]
+        runs = runs_of(use)
+        dim, inner = self._place(use, tap, runs)
+        size = lead.shape[dim + 1]
+        each = self._along_rows(weights, count, runs, values) if runs else self._along(weights, count, size, inner)
+        along = each.reshape(count, *(1,) * dim, size, *(1,) * (lead.dim() - dim - 2))
         return (lead * along).sum(0) if count > 1 else lead[0] * along[0]
 
     def _along(self, weights: Tensor, count: int, size: Any, inner: int) -> Tensor:
@@ -209,8 +211,19 @@ class _Weighted:
             self.scales[key] = each.expand(count, outer, each.shape[2], inner).reshape(count, size)
         return self.scales[key]
 
-    def _place(self, use: Use, tap: Node) -> tuple[int, int]:
+    def _along_rows(self, weights: Tensor, count: int, runs: Runs, values: _Values) -> Tensor:
+        """The weights of ``count`` objectives a sample, at each row of a ragged batch."""
+        key = (count, runs.offsets, runs.entries)
+        if key not in self.scales:
+            each = weights.reshape(self.rows.before, -1, self.rows.after).transpose(1, 2).reshape(count, -1)
+            each = each.index_select(1, owners(values.constant(runs.offsets), runs.rows))
+            self.scales[key] = each.unsqueeze(2).expand(-1, -1, runs.entries)
+        return self.scales[key]
+
+    def _place(self, use: Use, tap: Node, runs: Runs | None) -> tuple[int, int]:
         """The dim of a cotangent that holds the samples, and how many entries each has in a row there."""
+        if runs is not None and use.form is not None:
+            return use.form.cotangent.dims.index(runs.label), runs.entries
         if use.form is None or use.form.tap == "output":
             return tap.meta["axes"].batch.dim, int(tap.meta["axes"].batch.inner)
         batch = first_value(use.op).batch

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from gramfx.axes import Value
+from gramfx.axes import Loc, Ragged, Value
 from gramfx.baseline import plain_flops, plain_peak, plain_seconds
 from gramfx.captured import Captured
 from gramfx.errors import CoupledObjectivesError, CoupledObjectivesWarning
@@ -107,13 +107,19 @@ def trace_batch(graph_module: GraphModule, batch_size: int | torch.SymInt | None
     """Write every value's dims as products of axes, from the inputs' batch dims; say what couples the first result."""
     inputs = placeholders(graph_module)
     dims = {n.name: n.meta["batch_dim"] for n in inputs if n.meta.get("batch_dim") is not None}
+    rows = {n.name: _rows_place(n) for n in inputs if "rows" in n.meta and value(n).numel()}
     learned = [node.name for node in inputs if "parameter" in node.meta]
     if batch_size is None or not _several(batch_size):
         # One sample, or none, is nothing to tell apart; no dim has this size, so nothing is taken for a batch.
-        dims, batch_size = {}, -1
-    coupling = trace_axes(graph_module, dims, batch_size, learned, results(graph_module)[0])
+        dims, rows, batch_size = {}, {}, -1
+    coupling = trace_axes(graph_module, dims, batch_size, learned, results(graph_module)[0], rows)
     verify_batched(graph_module, batch_size)
     return coupling
+
+
+def _rows_place(node: Node) -> Loc:
+    offsets, dim = node.meta["rows"]
+    return Loc(dim, Ragged(offsets, int(value(node).shape[dim])).unit)
 
 
 def _several(batch_size: int | torch.SymInt | None) -> bool:

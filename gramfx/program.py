@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gramfx.discovery import Substitution, modules_of
 from gramfx.errors import BatchSizeError, InputError, ObjectiveError, UnsupportedError
+from gramfx.ragged import Jagged, refuse_holes, taken_apart
 from gramfx.torch_compat import jagged, pytree
 from gramfx.tree import Tree, flatten
 
@@ -21,24 +22,51 @@ InDims = int | None | tuple[Any, ...]
 class Call:
     """The arguments of one call: tensors apart from everything else.
 
-    ``batch_dims[i]`` is the dim of ``tensors[i]`` that holds the samples, or ``None``.
+    ``batch_dims[i]`` is the dim of ``tensors[i]`` that holds the samples, or ``None``. A jagged nested tensor is the
+    tensor of its rows, and a :class:`Jagged` among the leaves; the offsets of all of them are the last tensors.
+    ``ragged[i]`` says which tensor holds the offsets of the samples in the rows that are tensor ``i``.
     """
 
     tensors: tuple[Tensor, ...]
     batch_dims: tuple[int | None, ...]
     leaves: tuple[Any, ...]
     tree: Tree
+    ragged: tuple[int | None, ...] = ()
 
     @property
     def batch_size(self) -> int | None:
         """The common size of the batch dims; ``None`` where no input has one."""
         sizes = [t.shape[d] for t, d in zip(self.tensors, self.batch_dims, strict=True) if d is not None]
+        sizes += [self.tensors[offsets].shape[0] - 1 for offsets in self.ragged if offsets is not None]
         return sizes[0] if sizes else None
+
+    def rows_of(self, index: int) -> dict[str, Any]:
+        """What the placeholder of tensor ``index`` is told where it holds rows, or the offsets of samples in rows.
+
+        ``offsets``: the placeholder's index and the dim of the rows; ``longest``: of the samples, how many rows.
+        """
+        marks = [leaf for leaf in self.leaves if isinstance(leaf, (Tensor, Jagged))]
+        first = len(marks)
+        if index >= first:
+            longest = [one.longest for one in marks if isinstance(one, Jagged) and one.offsets == index - first]
+            return {"longest": max(longest)}
+        mark, offsets = marks[index], self.ragged[index]
+        return {} if offsets is None or not isinstance(mark, Jagged) else {"rows": (f"input{offsets}", mark.dim - 1)}
+
+    @property
+    def nested(self) -> bool:
+        """Whether some argument is a nested tensor."""
+        return any(isinstance(leaf, Jagged) for leaf in self.leaves)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """``(args, kwargs, targets)`` with ``tensors`` in place."""
-        following = iter(tensors)
-        leaves = [next(following) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        count = sum(isinstance(leaf, (Tensor, Jagged)) for leaf in self.leaves)
+        following, offsets = iter(tensors[:count]), tensors[count:]
+        leaves = [next(following) if isinstance(leaf, (Tensor, Jagged)) else leaf for leaf in self.leaves]
+        leaves = [
+            held.rebuilt(leaf, offsets) if isinstance(held, Jagged) else leaf
+            for held, leaf in zip(self.leaves, leaves, strict=True)
+        ]
         args, kwargs, targets = self.tree.unflatten(leaves)
         return args, kwargs, targets
 
@@ -51,7 +79,7 @@ class Call:
         # One tensor given twice is one placeholder.
         same = tuple([id(one) for one in self.tensors].index(id(tensor)) for tensor in self.tensors)
         plain = tuple(None if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf)) for leaf in self.leaves)
-        return self.tree.key(), tuple(shapes), self.batch_dims, same, plain
+        return self.tree.key(), tuple(shapes), self.batch_dims, same, plain, self.ragged
 
 
 def _hashable(leaf: Any) -> Hashable:
@@ -67,15 +95,32 @@ def read_call(args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any,
         _check_layout(tensor)
     given = [(tensor, _normal_dim(tensor, dim)) for tensor, dim in pairs]
     _check_batch(given)
-    return Call(tuple(t for t, _ in given), tuple(d for _, d in given), tuple(leaves), tree)
+    return _without_nested(given, leaves, tree)
+
+
+def _without_nested(given: list[tuple[Tensor, int | None]], leaves: list[Any], tree: Tree) -> Call:
+    """The call with nested tensors taken apart."""
+    offsets: list[Tensor] = []
+    parts = [taken_apart(tensor, offsets) if jagged(tensor) else (None, tensor) for tensor, _ in given]
+    held = iter(tensor if mark is None else mark for mark, tensor in parts)
+    leaves = [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    dims = [None if mark else dim for (mark, _), (_, dim) in zip(parts, given, strict=True)]
+    ragged = [
+        len(given) + mark.offsets if mark and dim is not None else None
+        for (mark, _), (_, dim) in zip(parts, given, strict=True)
+    ]
+    none = [None] * len(offsets)
+    tensors = (*(tensor for _, tensor in parts), *offsets)
+    return Call(tensors, (*dims, *none), tuple(leaves), tree, (*ragged, *none))
 
 
 def _check_layout(tensor: Tensor) -> None:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if not plain or jagged(tensor):
+    if jagged(tensor):
+        refuse_holes(tensor)
+    elif type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         raise UnsupportedError(
             "an input is not an ordinary dense tensor",
-            expected="torch.Tensor, strided, not nested",
+            expected="torch.Tensor, strided, or nested and jagged",
             got=f"{type(tensor).__name__} of layout {tensor.layout}",
             remedy="pass a padded tensor and a mask",
         )
@@ -117,6 +162,12 @@ def _spread(nest: Any, dim: Any) -> list[Any]:
 def _normal_dim(tensor: Tensor, dim: int | None) -> int | None:
     if dim is None or tensor.dim() == 0:
         return None
+    if jagged(tensor) and dim not in (0, -tensor.dim()):
+        raise InputError(
+            "in_dims names another dim of a nested tensor than that of its samples",
+            expected="0 or None",
+            got=str(dim),
+        )
     if not -tensor.dim() <= dim < tensor.dim():
         raise InputError(
             "in_dims names a dim that an input does not have",
@@ -177,6 +228,13 @@ def _checked(objectives: Any, is_output: bool) -> Tensor:
             remedy="pass objective=, a function from the model's output to a tensor of objectives"
             if is_output
             else "let the objective return one tensor, by torch.stack for instance",
+        )
+    if jagged(objectives):
+        raise ObjectiveError(
+            "the objectives are a nested tensor",
+            expected="a dense tensor of real objectives, one for each sample for instance",
+            got=f"a nested tensor of layout {objectives.layout}",
+            remedy="pool each sample's rows, by torch.nested.to_padded_tensor(x, 0.0).sum(1), or take x.values()",
         )
     if not objectives.is_floating_point():
         remedy = (

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gramfx import recurrent
 from gramfx.distributed import wrappers_passed
+from gramfx.nested import attention
 from gramfx.torch_compat import flat_weights_kept, packing_replaced
 
 
@@ -43,7 +44,10 @@ def _instance_norm(
     return normal if bias is None else normal + bias.reshape(shape)
 
 
-_SUBSTITUTES: dict[Any, Callable[..., Any]] = {F.instance_norm: _instance_norm}
+_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    F.instance_norm: _instance_norm,
+    F.scaled_dot_product_attention: attention,
+}
 
 
 class Substitutes(TorchFunctionMode):

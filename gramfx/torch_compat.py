@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -17,6 +18,7 @@ import torch._decomp
 import torch._dynamo
 import torch._functorch.config
 import torch.export
+import torch.fx._symbolic_trace
 import torch.nn.utils.rnn
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -41,6 +43,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import preserve_node_meta
+from torch.nested._internal.nested_tensor import (
+    NestedTensor,
+    nested_from_padded,
+    nested_view_from_values_offsets,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -52,6 +59,7 @@ __all__ = [
     "FakeTensorMode",
     "Fixed",
     "InputKind",
+    "JaggedParts",
     "OutputKind",
     "ambient_state",
     "at_end_of_backward",
@@ -74,11 +82,19 @@ __all__ = [
     "graph_kept",
     "in_functorch",
     "is_checkpoint",
+    "is_jagged_template",
     "is_symbolic",
     "is_wrapped",
     "jagged",
+    "jagged_from",
+    "jagged_from_padded",
+    "jagged_known",
+    "jagged_parts",
+    "nesting_traced",
     "new_fake_inputs",
+    "numberless",
     "on_fresh_fakes",
+    "on_rows",
     "packing_replaced",
     "pytree",
     "random_ops_seen",
@@ -278,6 +294,82 @@ def jagged(tensor: Tensor) -> bool:
     return tensor.is_nested
 
 
+@dataclasses.dataclass(frozen=True)
+class JaggedParts:
+    """What a nested tensor of layout jagged is made of; ``dim`` is the ragged one."""
+
+    values: Tensor
+    offsets: Tensor
+    dim: int
+    shortest: int
+    longest: int
+
+
+def jagged_parts(tensor: Any) -> JaggedParts | str:
+    """A nested tensor taken apart, nothing written to it; why it cannot be, where it is not made of whole rows."""
+    if not isinstance(tensor, NestedTensor):
+        return f"a nested tensor of layout {tensor.layout}"
+    offsets = tensor.offsets()
+    if tensor.lengths() is not None:
+        return "one with lengths of its own, as torch.nested.narrow makes"
+    if int(offsets[0]) or int(offsets[-1]) != tensor._values.shape[tensor._ragged_idx - 1]:
+        return "one whose samples are not all of its rows"
+    lengths: list[int] = offsets.diff().tolist() or [0]
+    shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    if min(lengths) < 0 or (longest is not None and longest < max(lengths)):
+        return f"one with samples of {min(lengths)} to {max(lengths)} rows and a max_seqlen of {longest}"
+    shortest = min(lengths) if shortest is None else shortest
+    values = tensor.values() if tensor.requires_grad else tensor._values
+    return JaggedParts(values, offsets, tensor._ragged_idx, shortest, max(lengths) if longest is None else longest)
+
+
+def jagged_known(tensor: Any) -> JaggedParts | None:
+    """What a nested tensor made of whole rows is made of, its lengths as far as they were told to it; also of fakes."""
+    if not isinstance(tensor, NestedTensor) or tensor.lengths() is not None:
+        return None
+    shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    if shortest is None or longest is None:
+        return None
+    return JaggedParts(tensor._values, tensor.offsets(), tensor._ragged_idx, shortest, longest)
+
+
+def jagged_from_padded(padded: Tensor, like: JaggedParts) -> Tensor:
+    """``[samples, longest, …]`` as a nested tensor with as many rows a sample as another one, its ragged dim 1."""
+    made: Tensor = nested_from_padded(
+        padded, like.offsets, 1, like.shortest, like.longest, like.values.shape[like.dim - 1]
+    )
+    return made
+
+
+def on_rows(function: Callable[[Tensor], Tensor], tensor: Any) -> Any:
+    """``function`` of the rows of a nested tensor, without derivatives; of any other tensor as it is."""
+    parts = jagged_known(tensor)
+    if parts is None:
+        return function(tensor)
+    return jagged_from(dataclasses.replace(parts, values=function(parts.values)))
+
+
+def nesting_traced() -> Any:
+    """A context in which models may call ``torch.nested.nested_tensor_from_jagged``, which refuses to be traced."""
+    return mock.patch.object(torch.fx._symbolic_trace, "is_fx_tracing", lambda: False)
+
+
+def is_jagged_template(tensor: Tensor) -> bool:
+    """Whether this is the tensor without numbers that torch hands around to make views that are nested."""
+    return tensor.is_nested and tensor.device.type == "meta"
+
+
+def jagged_from(parts: JaggedParts) -> Tensor:
+    """The nested tensor, differentiable by its values.
+
+    ``torch.nested.nested_tensor_from_jagged`` does this, and refuses to be traced.
+    """
+    made: Tensor = nested_view_from_values_offsets(
+        parts.values, parts.offsets, parts.dim, min_seqlen=parts.shortest, max_seqlen=parts.longest
+    )
+    return made
+
+
 def ambient_state() -> tuple[Any, ...]:
     """The global settings that a capture bakes in: autocast and the default dtype."""
     devices = ("cpu", "cuda")
@@ -439,6 +531,11 @@ def flat_weights_kept(program: nn.Module) -> Iterator[None]:
     finally:
         for layer, weights, references in held:
             layer._flat_weights, layer._flat_weight_refs = weights, references
+
+
+def numberless() -> FakeTensorMode:
+    """A mode in which tensors have sizes and no numbers. Nested tensors want the environment, for their ragged size."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def new_fake_inputs(tensors: Sequence[Tensor], batch_dims: Sequence[int | None], dynamic: bool) -> list[Any]:

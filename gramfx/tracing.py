@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,16 @@ from gramfx.captured import Captured, Slot, normal_form, slot_of_input, slot_of_
 from gramfx.errors import CaptureError, DataDependentError, GramfxError
 from gramfx.graph import placeholders
 from gramfx.program import Call, Program
+from gramfx.ragged import with_derivatives
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
 from gramfx.torch_compat import (
     DATA_DEPENDENT,
     fake_mode_of,
     in_functorch,
+    nesting_traced,
     new_fake_inputs,
+    on_rows,
     pytree,
     size_conditions,
     trace,
@@ -69,7 +73,7 @@ class _MarkStops(TorchFunctionMode):
 
         def mark(leaf: Any) -> Any:
             stopped = isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.requires_grad
-            return stop_gradient(leaf) if stopped and not any(leaf is tensor for tensor in given) else leaf
+            return on_rows(stop_gradient, leaf) if stopped and not any(leaf is tensor for tensor in given) else leaf
 
         return pytree.tree_map(mark, result)
 
@@ -90,12 +94,13 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
                 program, dict(zip(names, leaves[: len(names)], strict=True)), tuple(leaves[len(names) :])
             )
 
-    with as_captured(program):
+    with as_captured(program), nesting_traced() if call.nested else contextlib.nullcontext():
         graph_module = trace(run, fakes, stack_traces=True)
     if dynamic and (conditions := size_conditions(fakes)):
         # Export checks this of itself; a trace only writes it down.
         raise CaptureError("the model's graph depends on the batch size", got=", ".join(conditions))
     _only_users_stops(graph_module)
+    with_derivatives(graph_module)
     slots = [slot_of_state(name, tensor.requires_grad) for name, tensor in state]
     slots += [slot_of_input(index, call) for index in range(len(own) + len(loose))]
     constants = _lifted_constants(graph_module)

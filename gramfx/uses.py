@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from gramfx.axes import Loc, Value
+from gramfx.axes import Loc, Value, ragged
 from gramfx.forms import Form, FormFactor, OneHot, Windows
 from gramfx.graph import ancestors, named, output_node, value
 from gramfx.provenance import differentiable
@@ -84,8 +84,10 @@ def _use(clone: Node, op: Node, operand: Node, output: Node, coupled: Collection
         out in coupled or axes.batch is None for out, axes in zip(outs, known, strict=True)
     )
     form = form_of(op, operand, clone)
-    if form is not None and not together and not _fits(form, first_value(op)):
-        form = None
+    if not together and (form is None or not _fits(form, first_value(op))):
+        # The fallback takes samples apart by a dim, and rows of a ragged batch have none for them.
+        together = any(ragged(axes.batch) for axes in known)
+        form = form if together else None
     return Use(clone, op, operand, _taps(form, operand, outs), together or op in coupled, form)
 
 
@@ -111,11 +113,46 @@ def _fits(form: Form, out: Value) -> bool:
     """Whether the batch sits in one plain label of the form, in the same place in every factor that has it."""
     assert out.batch is not None
     label = form.output[out.batch.dim]
-    if len(label) != 1 or not isinstance(out.batch.inner, int):
+    if len(label) != 1 or not (isinstance(out.batch.inner, int) or _fits_runs(form, label, out)):
         return False
     if not any(label in factor.dims for factor in form.factors):
         return False
     return all(_agrees(factor, label, out.batch) for factor in form.factors if factor.node is not None)
+
+
+def _fits_runs(form: Form, label: tuple[str, ...], out: Value) -> bool:
+    """Whether the label is all rows of a ragged batch, and nothing but them, and no extent of the parameter."""
+    runs = ragged(out.batch)
+    if runs is None or out.batch is None or isinstance(form.tap, Node) or label in form.parameter:
+        return False
+    entries = runs.within(out.batch.inner)
+    return entries is not None and out.shape[out.batch.dim] == runs.rows * entries
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The label of a form that counts the rows of a ragged batch, ``entries`` in succession for each row.
+
+    ``offsets``: the node that says where the runs of samples begin; ``longest``: of these, how many rows.
+    """
+
+    label: tuple[str, ...]
+    rows: int
+    entries: int
+    offsets: Node
+    longest: int
+
+
+def runs_of(use: Use) -> Runs | None:
+    """The runs of rows by which a use that is not coupled keeps samples apart, None where it has a dim for them."""
+    out = first_value(use.op)
+    runs = None if use.coupled or use.form is None else ragged(out.batch)
+    if runs is None or use.form is None or out.batch is None:
+        return None
+    offsets = next(node for node in use.op.graph.find_nodes(op="placeholder") if node.name == runs.offsets)
+    entries = runs.within(out.batch.inner)
+    assert entries is not None
+    return Runs(use.form.output[out.batch.dim], runs.rows, entries, offsets, int(offsets.meta["longest"]))
 
 
 def _agrees(factor: FormFactor, label: tuple[str, ...], batch: Loc) -> bool:
@@ -179,7 +216,7 @@ class _Axes:
 
     def __init__(self, use: Use, rows: Rows, batch_size: int | torch.SymInt) -> None:
         assert use.form is not None
-        self.use, self.form = use, use.form
+        self.use, self.form, self.runs = use, use.form, runs_of(use)
         self.sizes: dict[str, int] = {}
         self.names: dict[str, tuple[str, ...]] = {}
         self.rows = self._row_axes(rows, batch_size)
@@ -217,6 +254,10 @@ class _Axes:
     ) -> None:
         if batch is None or label != batch[0]:
             self.names[label] = (self._axis(kind, size),)
+            return
+        if self.runs is not None:
+            # Runs are padded to the longest before they meet.
+            self.names[label] = (SAMPLE, *(self._axis(kind, n) for n in (self.runs.longest, self.runs.entries)))
             return
         inner = int(batch[1].inner)
         outer = int(size // (total * inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,15 +14,16 @@ from torch.fx import GraphModule, Node
 from gramfx.emit import parameter_rows
 from gramfx.errors import VerificationError
 from gramfx.fallback import Maker, Part, inputs_behind, parameters_behind, reaching, rows_of_node, rows_through
-from gramfx.forms import OneHot
+from gramfx.forms import FormFactor, OneHot
 from gramfx.graph import Builder, inline, named, output_node, rename, results, target_name, value
 from gramfx.ops import GRAMIAN
 from gramfx.passes.differentiate import Joint
 from gramfx.terms import SAMPLE, SYMBOLIC, Factor, ParameterTerms, Term
 from gramfx.torch_compat import is_symbolic, trace
-from gramfx.uses import Rows, StaticBatchNeeded, Use, row_sizes, term_of
+from gramfx.uses import Rows, Runs, StaticBatchNeeded, Use, row_sizes, runs_of, term_of
 
 aten = torch.ops.aten
+PADDED = torch.ops.gramfx.jagged_to_padded.default
 
 #: One term with the joint nodes its factors point at.
 Found = tuple[Term, list[Node]]
@@ -74,6 +76,10 @@ class _Insertion:
             return
         source, term, forward = term_of(use, self.rows, self.batch_size)
         tensors = [cotangents[0] if node is None else self._joint(node) for node in forward]
+        if (runs := runs_of(use)) is not None:
+            # What comes after the form's factors are ids into the parameter.
+            pairs = itertools.zip_longest(tensors, use.form.factors)
+            tensors = [self._padded(tensor, runs, use, factor) for tensor, factor in pairs]
         term, tensors = self._with_own_samples(term, tensors)
         if source is not None:
             if "parameter" in source.meta:
@@ -84,6 +90,20 @@ class _Insertion:
 
     def _joint(self, node: Node) -> Node:
         return self.nodes[self.joint.forward[node.name]]
+
+    def _padded(self, tensor: Node, runs: Runs, use: Use, factor: FormFactor | None) -> Node:
+        """``[…, rows, …] -> […, samples, longest, …]`` where a factor has rows; padding by zeros adds nothing."""
+        if factor is None or runs.label not in factor.dims:
+            return tensor
+        shape = list(value(tensor).shape)
+        # Cotangents of several objectives a sample have one more dim, in front.
+        lead = len(shape) - value(use.taps[0]).dim() if factor.node is None else 0
+        at = lead + factor.dims.index(runs.label)
+        cut = self.build(aten.reshape.default, tensor, [*shape[:at], runs.rows, runs.entries, *shape[at + 1 :]])
+        rank = len(shape) + 1
+        front = self.build(aten.permute.default, cut, [at, *range(at), *range(at + 1, rank)])
+        padded = self.build(PADDED, front, self._joint(runs.offsets), runs.longest, 0.0)
+        return self.build(aten.permute.default, padded, [*range(2, at + 2), 0, 1, *range(at + 2, rank + 1)])
 
     def _with_own_samples(self, term: Term, tensors: list[Node]) -> tuple[Term, list[Node]]:
         """A parameter with a dim along the batch: sample b's gradient is in row b alone."""

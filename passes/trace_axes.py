@@ -11,6 +11,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -61,17 +62,19 @@ def trace_axes(
     batch_size: int | torch.SymInt,
     trainable: Collection[str],
     objectives: Node | None = None,
+    rows: Mapping[str, Loc] = MappingProxyType({}),
 ) -> Coupling:
     """Set ``meta["axes"]`` on every node and say what couples the objectives.
 
     ``batch_dims``: the dim of the batch of each placeholder that has one. ``trainable``: the placeholders derivatives
-    are taken by. ``objectives``: the node of the objectives, by default the first output.
+    are taken by. ``objectives``: the node of the objectives, by default the first output. ``rows``: the places of
+    placeholders in which samples are runs of rows.
     """
     inputs = {}
     for node in graph_module.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
             shape = shape_of(node.meta["val"])
-            batch = Loc(batch_dims[node.name] % len(shape), 1) if node.name in batch_dims else None
+            batch = Loc(batch_dims[node.name] % len(shape), 1) if node.name in batch_dims else rows.get(node.name)
             inputs[node.name] = Value(shape, node.name in trainable, batch)
     flags = propagate(graph_module, inputs, size_of(batch_size))
     return sweep(graph_module.graph, flags, objectives or _outputs(graph_module.graph)[0])

@@ -17,6 +17,7 @@ from gramfx.rules import (
     pointwise,
     pooling,
     reduction,
+    runs,
     views,
 )
 from gramfx.rules.table import AXIS_RULES, Rule, broadcast
@@ -33,6 +34,7 @@ __all__ = [
     "pointwise",
     "pooling",
     "reduction",
+    "runs",
     "views",
 ]
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gramfx.axes import Loc, Size, Value
+from gramfx.axes import Loc, Size, Value, ragged
 from gramfx.functions import PARTS
 from gramfx.graph import value as fake_value
 from gramfx.rules.table import Call, Operand
@@ -34,7 +34,9 @@ class StandIn:
         sizes += [size for size in tree_flatten(list(call.args.values()))[0] if isinstance(size, sympy.Expr)]
         symbols = {symbol for size in sizes for symbol in sympy.sympify(size).free_symbols}
         batch = sympy.sympify(call.batch).free_symbols
-        others = sorted(symbols - batch, key=str)
+        # What tells runs of rows apart stays a symbol.
+        runs = {symbol for o in call.operands if (runs := ragged(o.batch)) for symbol in runs.unit.free_symbols}
+        others = sorted(symbols - batch - runs, key=str)
         self.numbers = {**dict(zip(others, OTHERS, strict=False)), **dict.fromkeys(batch, BATCH)}
         self.inners = {o.batch.inner for o in call.operands if o.batch}
 
@@ -44,8 +46,11 @@ class StandIn:
 
     def value(self, value: Value) -> Value:
         """The value with stand-in sizes."""
-        batch = None if value.batch is None else Loc(value.batch.dim, self.size(value.batch.inner))
+        batch = None if value.batch is None else Loc(value.batch.dim, self._inner(value.batch))
         return Value(tuple(self.size(size) for size in value.shape), value.differentiable, batch)
+
+    def _inner(self, loc: Loc) -> Size:
+        return self.size(loc.inner) if ragged(loc) is None else loc.inner
 
     def argument(self, argument: Any) -> Any:
         """The same argument at stand-in sizes, a tensor as ``(shape, dtype)`` in a ``Hole``."""
@@ -59,7 +64,7 @@ class StandIn:
         """A digit of the parts in the original sizes: its inner extent must be that of one operand's batch."""
         if not self.numbers:
             return loc
-        alike = [inner for inner in self.inners if self.size(inner) == loc.inner]
+        alike = [inner for inner in self.inners if self._inner(Loc(loc.dim, inner)) == loc.inner]
         return Loc(loc.dim, alike[0]) if len(alike) == 1 else None
 
 

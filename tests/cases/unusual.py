@@ -140,12 +140,11 @@ UNUSUAL = [
     ),
     Case(
         name="x10_jagged_rows",
-        situation="A jagged nested tensor: the Gramian of the padded batch, or an error that names the subclass.",
+        situation="A jagged nested tensor: the Gramian of the padded batch.",
         build=RaggedSum,
         inputs=ragged,
         batch_size=3,
         alone=False,
-        deferred=True,
     ),
     Case(
         name="x13_wrapped_in_ddp",
