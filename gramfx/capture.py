@@ -7,14 +7,16 @@ gradient of a random combination of them must agree.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 
 from gramfx.captured import Captured, Probe
 from gramfx.discovery import Recorder, attributes_kept
@@ -30,8 +32,8 @@ from gramfx.errors import (
     VerificationError,
 )
 from gramfx.export import by_export
-from gramfx.functions import checkpoints_run, functions_recorded
-from gramfx.graph import where
+from gramfx.functions import BACKWARD, checkpoints_run, functions_recorded
+from gramfx.graph import target_name, where
 from gramfx.nested import Differentiable
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import (
@@ -43,6 +45,7 @@ from gramfx.torch_compat import (
     numberless,
 )
 from gramfx.tracing import by_tracing, explain
+from gramfx.trials import check_linear
 
 #: Largest difference of a gradient, relative to the largest gradient of all, by the narrowest dtype in play.
 #: Every wrong capture seen was off by 3e-3 or more.
@@ -52,12 +55,16 @@ TOLERANCE |= {torch.complex128: 1e-6, torch.complex64: 1e-3}
 
 @dataclass(frozen=True)
 class Reference:
-    """What the eager model returns, and the gradient of ``Σ (weights * returned).sum()`` by leaf."""
+    """What the eager model returns, and the gradient of ``Σ (weights * returned).sum()`` by leaf.
+
+    ``noise``: entries of the gradient of this size may be rounding alone.
+    """
 
     returned: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     gradients: dict[int, Tensor | None]
     differentiable: tuple[bool, ...]
+    noise: float = 0.0
 
 
 def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) -> Captured:
@@ -67,7 +74,7 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
     Raises a :class:`CaptureError` where no way of capturing gives a graph that agrees with the model, an
     :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
     """
-    program.call, program.loose = call, ()
+    program.call = call
     with contextlib.nullcontext() if trial else _fakes_alone():
         reference = _reference(program, call)
     failures: list[Exception] = []
@@ -80,6 +87,7 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
             if trial:
                 with _random_state_kept(program, call):
                     _compare(captured, program, call, reference)
+                    _check_functions(captured, program, call)
                 captured.probe = _probe(captured, program, reference)
             captured.differentiable = reference.differentiable
             return captured
@@ -144,7 +152,8 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
 def _reference(program: Program, call: Call) -> Reference:
     try:
         with _random_state_kept(program, call):
-            return _run_eagerly(program, call)
+            reference = _run_eagerly(program, call)
+        return dataclasses.replace(reference, noise=_noise(reference, program, call))
     except RuntimeError as problem:
         if not call.nested:
             raise
@@ -170,11 +179,33 @@ def _reference_of_nested(program: Program, call: Call, problem: RuntimeError) ->
     return reference
 
 
-def _run_eagerly(program: Program, call: Call) -> Reference:
-    """On copies of everything the forward might change."""
+def _noise(reference: Reference, program: Program, call: Call) -> float:
+    """What rounding may leave where the gradient is zero, as at the top of a symmetric loss.
+
+    Only a gradient that is lost in the rounding of the objectives is suspected; then it is what the gradient changes by
+    with the last bits of the parameters.
+    """
+    found = [16 * torch.finfo(one.dtype).eps * _largest(one) for one in reference.returned if one.is_floating_point()]
+    if _largest_of(reference) > max(found, default=0.0):
+        return 0.0
+    with _random_state_kept(program, call):
+        other = _run_eagerly(program, call, last_bits=True)
+    pairs = zip(reference.gradients.values(), other.gradients.values(), strict=True)
+    return 4 * max((_largest(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+
+
+def _largest_of(reference: Reference) -> float:
+    return max((_largest(one) for one in reference.gradients.values() if one is not None), default=0.0)
+
+
+def _run_eagerly(program: Program, call: Call, last_bits: bool = False) -> Reference:
+    """On copies of everything the forward might change; ``last_bits``: of the parameters with other last bits."""
     wrappers_of(program)
+    program.loose = ()
     named = [*program.named_parameters(), *program.named_buffers()]
     state = {name: _copy(tensor) for name, tensor in named}
+    if last_bits:
+        _change_last_bits(state)
     copies = {id(tensor): state[name] for name, tensor in named}
     # A parameter may be given as an input, and is differentiated there too.
     tensors = [copies[id(tensor)] if id(tensor) in copies else _copy(tensor) for tensor in call.tensors]
@@ -199,6 +230,16 @@ def _plainly() -> Iterator[None]:
 
 def _as_tuple(returned: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return returned if isinstance(returned, tuple) else (returned,)
+
+
+def _change_last_bits(state: dict[str, Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for tensor in state.values():
+        if tensor.requires_grad:
+            eps = torch.finfo(tensor.dtype).eps
+            # Nine bits, of which coarse dtypes have no more than some.
+            change = min(512 * eps, max(4 * eps, 1e-2)) * (2 * torch.rand(tensor.shape, generator=generator) - 1)
+            tensor.data.mul_(1 + change.to(tensor))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -261,7 +302,30 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
         (leaves[k][0], _zero_if_none(got[k], t), _zero_if_none(reference.gradients[k], t))
         for k, (_, t) in leaves.items()
     ]
-    _compare_group(pairs, tolerance, _noise(reference))
+    _compare_group(pairs, tolerance, reference.noise)
+
+
+def _check_functions(captured: Captured, program: Program, call: Call) -> None:
+    """Let the backward of each hand-written Function show, on the numbers at hand, that it is linear."""
+    if any(node.target in BACKWARD for node in captured.graph_module.graph.nodes):
+        tensors = [tensor.detach() for tensor in (*call.tensors, *program.loose)]
+        with torch.no_grad(), autocast_off():
+            runner = _FunctionsChecked(captured.graph_module)
+            # An error of ours says where it is, and needs no word of the interpreter's.
+            runner.extra_traceback = False
+            runner.run(*captured.fetch(program, tensors))
+
+
+class _FunctionsChecked(Interpreter):
+    """Runs a graph, and tries the backward of each hand-written Function on the way."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.target in BACKWARD:
+            inputs, _ = self.fetch_args_kwargs_from_env(n)
+            outs = list(result) if isinstance(result, tuple) else [result]
+            check_linear(target_name(n), BACKWARD[n.target], inputs, outs, where(n))
+        return result
 
 
 def _tolerance(captured: Captured, program: Program) -> float:
@@ -273,13 +337,7 @@ def _tolerance(captured: Captured, program: Program) -> float:
 def _probe(captured: Captured, program: Program, reference: Reference) -> Probe:
     squares = [float(g.abs().double().square().sum()) for g in reference.gradients.values() if g is not None]
     weights = reference.weights[0].flatten()
-    return Probe(weights, sum(squares), _tolerance(captured, program), _noise(reference))
-
-
-def _noise(reference: Reference) -> float:
-    """What rounding of the objectives may leave where a derivative is zero, as at the top of a symmetric loss."""
-    found = [16 * torch.finfo(one.dtype).eps * _largest(one) for one in reference.returned if one.is_floating_point()]
-    return max(found, default=0.0)
+    return Probe(weights, sum(squares), _tolerance(captured, program), reference.noise)
 
 
 def probe_of(captured: Captured, program: Program, call: Call) -> Probe:

@@ -48,7 +48,7 @@ class Slot:
 
     def seen(self, tensor: Tensor) -> Tensor:
         """The tensor as the graph takes it."""
-        return torch.view_as_real(tensor) if self.real else tensor
+        return torch.view_as_real(tensor.resolve_conj()) if self.real else tensor
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _seen_as_complex(graph: Graph, node: Node) -> Node:
     whole = graph.call_function(aten.view_as_complex.default, (node,))
     whole.meta["val"] = node.meta["val"]
     with whole.meta["val"].fake_mode:
-        node.meta["val"] = torch.view_as_real(node.meta["val"].detach())
+        node.meta["val"] = torch.view_as_real(node.meta["val"].detach().resolve_conj())
     return whole
 
 

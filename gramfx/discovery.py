@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gramfx.constants import PLAIN, constants_of
 from gramfx.errors import UnsupportedError
 from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def reachable(root: Any) -> list[Any]:
@@ -25,8 +23,8 @@ def reachable(root: Any) -> list[Any]:
     pending = [root]
     while pending:
         thing = pending.pop()
-        if isinstance(thing, (*_PLAIN, Tensor, nn.Module)):
-            if isinstance(thing, _PLAIN) or id(thing) not in seen:
+        if isinstance(thing, (*PLAIN, Tensor, nn.Module)):
+            if isinstance(thing, PLAIN) or id(thing) not in seen:
                 found.append(thing)
             seen.add(id(thing))
         elif id(thing) not in seen:
@@ -73,15 +71,24 @@ def modules_of(root: Any) -> list[nn.Module]:
 Attribute = tuple[int, str]
 
 
+def functions_of(root: Any) -> list[FunctionType]:
+    """The function that a callable runs, itself, bound or as a partial; none for modules and other objects."""
+    while isinstance(root, (MethodType, functools.partial)):
+        root = root.__func__ if isinstance(root, MethodType) else root.func
+    return [root] if isinstance(root, FunctionType) else []
+
+
 def state_key(roots: list[Any], assigned: Collection[Attribute] = ()) -> tuple[Hashable, list[Any]]:
     """A key of everything but tensor values that a capture bakes in, and the objects whose identity it uses.
 
     Of modules: their types and forward hooks, which names share a tensor, flags, dtypes, devices, and plain attributes;
-    tensors and plain values in closures. ``assigned``: tensor attributes that the forward sets itself, left out.
+    tensors and plain values in closures; the plain class attributes and globals that code reads. ``assigned``: tensor
+    attributes that the forward sets itself, left out.
     """
     key: list[Hashable] = []
-    kept: list[Any] = []
+    kept: dict[int, Any] = {}
     for root in roots:
+        key += [constants_of(function) for function in functions_of(root)]
         for thing in reachable(root):
             if isinstance(thing, nn.Module):
                 key.append(_module_key(thing, assigned, kept))
@@ -89,15 +96,19 @@ def state_key(roots: list[Any], assigned: Collection[Attribute] = ()) -> tuple[H
                 key.append((id(thing), thing.shape, thing.dtype, thing.device, thing.requires_grad))
             else:
                 key.append((type(thing), thing))
-            kept.append(thing)
-    return tuple(key), kept
+            kept[id(thing)] = thing
+    return tuple(key), list(kept.values())
 
 
-def _module_key(module: nn.Module, assigned: Collection[Attribute], kept: list[Any]) -> Hashable:
+def _module_key(module: nn.Module, assigned: Collection[Attribute], kept: dict[int, Any]) -> Hashable:
     order: dict[int, int] = {}
     key: list[Hashable] = [id(module)]
+    classes: set[type] = set()
     for child in module.modules():
         key.append((type(child),))
+        if type(child) not in classes:
+            key.append(constants_of(type(child)))
+            classes.add(type(child))
         key.append(tuple(id(hook) for hooks in _forward_hooks(child) for hook in hooks.values()))
         # What a wrapper keeps is its own business, and changes from call to call.
         own = {} if isinstance(child, nn.parallel.DistributedDataParallel) else vars(child)
@@ -118,18 +129,29 @@ def _forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def _frozen(value: Any, kept: list[Any]) -> Hashable:
-    """A key of an attribute: by value where it is plain, by identity where it is a tensor or a function."""
-    if isinstance(value, _PLAIN):
+def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
+    """A key of an attribute: by value where it is plain, else by identity and what it holds that is plain."""
+    if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(_frozen(one, kept) for one in value)
     if isinstance(value, dict):
         return type(value), tuple((str(name), _frozen(one, kept)) for name, one in value.items())
-    if isinstance(value, Tensor) or (callable(value) and not isinstance(value, nn.Module)):
-        kept.append(value)
+    if isinstance(value, nn.Module):
+        return None
+    if id(value) in kept:
         return id(value)
-    return None
+    kept[id(value)] = value
+    if isinstance(value, (type, FunctionType)):
+        return id(value), constants_of(value)
+    if getattr(value, "nbytes", _SMALL) < _SMALL and hasattr(value, "tobytes"):
+        return id(value), value.tobytes()
+    inside = {} if callable(value) or isinstance(value, Tensor) else getattr(value, "__dict__", {})
+    return id(value), tuple((name, type(one), one) for name, one in inside.items() if isinstance(one, PLAIN))
+
+
+#: Arrays of fewer bytes are told apart by what they hold.
+_SMALL = 1 << 16
 
 
 def tensor_attributes(program: nn.Module) -> dict[Attribute, tuple[nn.Module, Tensor]]:

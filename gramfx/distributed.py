@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gramfx.errors import UnsupportedError
-from gramfx.torch_compat import at_end_of_backward, does_more_than_average, synchronise_buffers
+from gramfx.torch_compat import at_end_of_backward, current_backward, does_more_than_average, synchronise_buffers
 
 
 def wrappers_of(program: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
@@ -60,14 +60,19 @@ class Averaging:
         """Called within a backward: let ``.grad`` of these leaves be its mean over all processes once it is there.
 
         That is, with what was accumulated under ``no_sync()``, and nothing where gradients are asked for otherwise.
+        Each leaf is owed one mean for the call, and gets it in the first backward that accumulates into it.
         """
+        now = current_backward()
         for leaf in leaves:
             if id(leaf) in self.groups:
-                hook = leaf.register_post_accumulate_grad_hook(self._average)
+                hook = leaf.register_post_accumulate_grad_hook(lambda done: self._average(done, now))
                 at_end_of_backward(hook.remove)
 
-    def _average(self, leaf: Tensor) -> None:
-        group = self.groups[id(leaf)]
+    def _average(self, leaf: Tensor, backward: int) -> None:
+        # A backward that failed has left its hooks behind.
+        if backward != current_backward() or id(leaf) not in self.groups:
+            return
+        group = self.groups.pop(id(leaf))
         assert leaf.grad is not None
         total = leaf.grad.contiguous()
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)

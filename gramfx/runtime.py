@@ -139,5 +139,4 @@ class _Objectives(torch.autograd.Function):
         if ctx.owed is not None:
             averaging, leaves = ctx.owed
             averaging.after_backward(leaves)
-            ctx.owed = None
         return (None, None, None, *gradients)

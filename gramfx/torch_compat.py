@@ -63,13 +63,16 @@ __all__ = [
     "OutputKind",
     "ambient_state",
     "at_end_of_backward",
+    "autocast_as",
     "autocast_off",
+    "autocast_state",
     "below_autograd",
     "boxed",
     "compile_graph",
     "compile_in_place",
     "compile_plain",
     "contiguous",
+    "current_backward",
     "data_dependent",
     "does_more_than_average",
     "export_program",
@@ -226,14 +229,14 @@ def below_autograd() -> Any:
 _Single: Any = torch.autograd.function._SingleLevelFunction
 
 
-def function_applied(cls: type, *args: Any) -> Any:
-    """``cls.apply(*args)`` of an autograd Function, whatever replaces that."""
-    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args)
+def function_applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """``cls.apply(*args, **kwargs)`` of an autograd Function, whatever replaces that."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of autograd Functions be calls of ``apply(cls, *args)``, also where a model kept ``cls.apply``."""
+    """Let calls of autograd Functions be calls of ``apply(cls, *args, **kwargs)``, also by a kept ``cls.apply``."""
     with mock.patch.object(_Single, "apply", classmethod(apply), create=True):
         yield
 
@@ -243,15 +246,22 @@ def is_checkpoint(cls: type) -> bool:
     return cls is torch.utils.checkpoint.CheckpointFunction
 
 
-def on_fresh_fakes(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """``function`` of tensors with these sizes and types and no numbers, outside of any trace."""
+def on_fresh_fakes(function: Callable[..., Any], tensors: Sequence[Tensor], more: int = 0) -> Any:
+    """``function`` of a fake mode and tensors with these sizes and types and no numbers, outside of any trace.
+
+    Symbols stand at the size that they were seen at, and ``more``.
+    """
 
     def number(size: Any) -> int:
-        return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+        if not is_symbolic(size):
+            return int(size)
+        expression, environment = size.node.expr, size.node.shape_env
+        seen = {symbol: environment.size_hint(symbol) + more for symbol in expression.free_symbols}
+        return int(expression.xreplace(seen))
 
     kinds = [(tuple(map(number, t.shape)), t.dtype, t.device) for t in tensors]
-    with disable_proxy_modes_tracing(), unset_fake_temporarily(), _disable_functional_mode(), FakeTensorMode():
-        return function(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds))
+    with disable_proxy_modes_tracing(), unset_fake_temporarily(), _disable_functional_mode(), FakeTensorMode() as mode:
+        return function(mode, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds))
 
 
 class _Seen(TorchDispatchMode):
@@ -270,6 +280,12 @@ def random_ops_seen() -> Iterator[list[Any]]:
     """A list of the ops that drew random numbers."""
     with _Seen(torch.Tag.nondeterministic_seeded) as seen:
         yield seen.ops
+
+
+def current_backward() -> int:
+    """The number of the backward pass that is running, -1 where none is."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -372,9 +388,22 @@ def jagged_from(parts: JaggedParts) -> Tensor:
 
 def ambient_state() -> tuple[Any, ...]:
     """The global settings that a capture bakes in: autocast and the default dtype."""
-    devices = ("cpu", "cuda")
-    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    return (*autocast, torch.get_default_dtype())
+    return (*autocast_state(), torch.get_default_dtype())
+
+
+def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Whether and to what each kind of device casts."""
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+
+
+@contextlib.contextmanager
+def autocast_as(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
+    """Cast as was done when ``state`` was taken."""
+    with contextlib.ExitStack() as stack:
+        for now, (device, enabled, dtype) in zip(autocast_state(), state, strict=True):
+            if now != (device, enabled, dtype):
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+        yield
 
 
 @contextlib.contextmanager

@@ -17,10 +17,11 @@ SOURCES = sorted([*ROOT.glob("gramfx/*.py"), *ROOT.glob("gramfx/*/*.py")])
 
 #: Lowest first. A file imports only from layers below its own, or from its own, never in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "axes", "forms", "source"),
+    ("errors", "axes", "constants", "forms", "source"),
     ("terms", "machine"),
     ("torch_compat", "align", "plan"),
-    ("recurrence_kernels", "functions", "distributed"),
+    ("recurrence_kernels", "trials", "distributed"),
+    ("functions",),
     ("recurrence",),
     ("recurrent", "nested"),
     ("tree", "discovery", "graph", "arrays", "substitutes", "ragged"),

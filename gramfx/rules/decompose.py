@@ -79,12 +79,15 @@ class Hole:
 
 
 _graphs: dict[str, GraphModule | None] = {}
+_MOST_GRAPHS = 4096
 
 
 def decomposed(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> GraphModule | None:
     """The functional ATen graph of one call with its tensors as placeholders, None if it cannot be traced."""
     key = f"{op} {arguments}"
     if key not in _graphs:
+        if len(_graphs) == _MOST_GRAPHS:
+            _graphs.clear()
         _graphs[key] = _trace(op, arguments)
     return _graphs[key]
 
