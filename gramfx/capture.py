@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,14 @@ from gramfx.functions import BACKWARD, checkpoints_run, functions_recorded
 from gramfx.graph import target_name, where
 from gramfx.nested import Differentiable
 from gramfx.program import Call, Program, user_name
+from gramfx.recurrent import packed_lengths, shortened
 from gramfx.torch_compat import (
     DATA_DEPENDENT,
     autocast_off,
     data_dependent,
     flat_weights_kept,
     functorch_levels_closed,
+    lengths_replaced,
     numberless,
 )
 from gramfx.tracing import by_tracing, explain
@@ -77,6 +79,8 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
     program.call = call
     with contextlib.nullcontext() if trial else _fakes_alone():
         reference = _reference(program, call)
+    if trial:
+        reference = _with_noise(reference, program, call)
     failures: list[Exception] = []
     # Export does not follow a nested tensor that is made inside.
     for method in (by_tracing,) if call.nested else (by_export, by_tracing):
@@ -88,7 +92,9 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
                 with _random_state_kept(program, call):
                     _compare(captured, program, call, reference)
                     _check_functions(captured, program, call)
+                    _check_packing(captured, program, call)
                 captured.probe = _probe(captured, program, reference)
+            _unmark_lengths(captured)
             captured.differentiable = reference.differentiable
             return captured
         except Exception as error:
@@ -149,11 +155,10 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
     return found
 
 
-def _reference(program: Program, call: Call) -> Reference:
+def _reference(program: Program, call: Call, last_bits: bool = False) -> Reference:
     try:
         with _random_state_kept(program, call):
-            reference = _run_eagerly(program, call)
-        return dataclasses.replace(reference, noise=_noise(reference, program, call))
+            return _run_eagerly(program, call, last_bits)
     except RuntimeError as problem:
         if not call.nested:
             raise
@@ -179,19 +184,19 @@ def _reference_of_nested(program: Program, call: Call, problem: RuntimeError) ->
     return reference
 
 
-def _noise(reference: Reference, program: Program, call: Call) -> float:
-    """What rounding may leave where the gradient is zero, as at the top of a symmetric loss.
+def _with_noise(reference: Reference, program: Program, call: Call) -> Reference:
+    """Say what rounding may leave where the gradient is zero, as at the top of a symmetric loss.
 
     Only a gradient that is lost in the rounding of the objectives is suspected; then it is what the gradient changes by
     with the last bits of the parameters.
     """
     found = [16 * torch.finfo(one.dtype).eps * _largest(one) for one in reference.returned if one.is_floating_point()]
     if _largest_of(reference) > max(found, default=0.0):
-        return 0.0
-    with _random_state_kept(program, call):
-        other = _run_eagerly(program, call, last_bits=True)
+        return reference
+    other = _reference(program, call, last_bits=True)
     pairs = zip(reference.gradients.values(), other.gradients.values(), strict=True)
-    return 4 * max((_largest(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+    noise = 4 * max((_largest(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+    return dataclasses.replace(reference, noise=noise)
 
 
 def _largest_of(reference: Reference) -> float:
@@ -285,11 +290,13 @@ def _refuse_data_dependent(captured: Captured) -> None:
             )
 
 
-def _compare(captured: Captured, program: Program, call: Call, reference: Reference) -> None:
+def _compare(
+    captured: Captured, program: Program, call: Call, reference: Reference, run: Callable[..., Any] | None = None
+) -> None:
     leaves = trainable(program)
     tensors = [tensor.detach() for tensor in call.tensors]
     with autocast_off():
-        found = captured.graph_module(*captured.fetch(program, [*tensors, *program.loose]))
+        found = (run or captured.graph_module)(*captured.fetch(program, [*tensors, *program.loose]))
     returned = found[: len(reference.returned)]
     got = _gradients(returned, reference.weights, {key: tensor for key, (_, tensor) in leaves.items()})
     for mine, other in zip(returned, reference.returned, strict=True):
@@ -303,6 +310,44 @@ def _compare(captured: Captured, program: Program, call: Call, reference: Refere
         for k, (_, t) in leaves.items()
     ]
     _compare_group(pairs, tolerance, reference.noise)
+
+
+def _marked_lengths(captured: Captured) -> list[Node]:
+    return [node for node in captured.graph_module.graph.nodes if node.target is packed_lengths._opoverload]
+
+
+def _unmark_lengths(captured: Captured) -> None:
+    for node in _marked_lengths(captured):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        captured.graph_module.graph.erase_node(node)
+    captured.graph_module.recompile()
+
+
+def _check_packing(captured: Captured, program: Program, call: Call) -> None:
+    """Compare with other lengths of packed sequences: the graph keeps their padding, which nothing may count."""
+    marks = _marked_lengths(captured)
+    if not marks:
+        return
+    try:
+        with lengths_replaced(shortened):
+            reference = _reference(program, call)
+        _compare(captured, program, call, reference, _Shortened(captured.graph_module).run)
+    except Exception as problem:
+        raise DataDependentError(
+            "what the model makes of a packed sequence depends on how many rows are left of it",
+            expected="packed sequences that only recurrent layers, pad_packed_sequence and operations row by row read",
+            got=str(problem).partition("\n")[0],
+            where=where(marks[0]),
+            remedy="pad the sequence again, with total_length, and mask it by the lengths",
+        ) from problem
+
+
+class _Shortened(Interpreter):
+    """Runs a graph with other lengths of packed sequences."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        return shortened(result) if n.target is packed_lengths._opoverload else result
 
 
 def _check_functions(captured: Captured, program: Program, call: Call) -> None:
@@ -344,7 +389,7 @@ def probe_of(captured: Captured, program: Program, call: Call) -> Probe:
     """What the eager model says of a random combination of the objectives of another call of the same capture."""
     program.call = call
     try:
-        return _probe(captured, program, _reference(program, call))
+        return _probe(captured, program, _with_noise(_reference(program, call), program, call))
     finally:
         program.call = None
 

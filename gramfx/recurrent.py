@@ -81,11 +81,30 @@ class PaddedSizes:
         return self.batch
 
 
+@torch.library.custom_op("gramfx::packed_lengths", mutates_args=())
+def packed_lengths(lengths: Tensor) -> Tensor:
+    """A copy: marks where the lengths of a packed sequence enter a graph."""
+    return lengths.clone()
+
+
+@packed_lengths.register_fake
+def _(lengths: Tensor) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+def shortened(lengths: Tensor) -> Tensor:
+    """Half of each, rounded up: other lengths, of the same order, that fit into the same padding."""
+    return lengths - lengths // 2
+
+
 def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, PaddedSizes]:
-    """Time-major rows of all steps, padding included."""
+    """Time-major rows of all steps, padding included, which is zero: whatever was in it has no gradient."""
     source = source.transpose(0, 1) if batch_first else source
     steps, batch = source.shape[:2]
-    return source.reshape(steps * batch, -1), PaddedSizes(lengths.to(source.device), int(steps), batch)
+    sizes = PaddedSizes(packed_lengths(lengths.to(source.device)), int(steps), batch)
+    alive = _alive(sizes).reshape(steps, batch, *(1,) * (source.dim() - 2))
+    source = torch.where(alive, source, torch.zeros((), dtype=source.dtype, device=source.device))
+    return source.reshape(steps * batch, *source.shape[2:]), sizes
 
 
 def unpack(

@@ -93,6 +93,7 @@ __all__ = [
     "jagged_from_padded",
     "jagged_known",
     "jagged_parts",
+    "lengths_replaced",
     "nesting_traced",
     "new_fake_inputs",
     "numberless",
@@ -547,6 +548,22 @@ def packing_replaced(pack: Any, unpack: Any, run: Any) -> Iterator[None]:
         mock.patch.object(rnn, "invert_permutation", lambda permutation: permutation),
         mock.patch.object(layers, "_VF", functions),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def lengths_replaced(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Pack sequences with other lengths than those asked for."""
+    rnn, plain = torch.nn.utils.rnn, torch._VF
+
+    class Functions:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+        def _pack_padded_sequence(self, source: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+            return plain._pack_padded_sequence(source, change(lengths), batch_first)
+
+    with mock.patch.object(rnn, "_VF", Functions()):
         yield
 
 

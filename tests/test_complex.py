@@ -94,6 +94,20 @@ def test_tied_complex_parameters() -> None:
     assert reference.relative_error(gramian, jacobian @ jacobian.T) <= 1e-12
 
 
+def test_conjugates_of_leaves() -> None:
+    """A parameter and an input that torch holds as lazy conjugates, whose numbers have no real view."""
+    model = Model(lambda m, x: (x @ m.w).abs(), {})
+    model.w = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).conj())
+    assert model.w.is_conj()
+    source = torch.randn(5, 4, dtype=torch.complex128).conj().requires_grad_()
+    objectives, gramian = gramfx.transform(model, compile=False)(source)
+    rows = reference.jacobian(model(source), [model.w])
+    assert reference.relative_error(gramian, rows @ rows.T) <= 1e-12
+    (wanted,) = torch.autograd.grad(model(source).sum(), source)
+    (got,) = torch.autograd.grad(objectives.sum(), source)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_gradient_of_a_complex_input() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3, dtype=torch.complex128)

@@ -113,6 +113,42 @@ def reentrant(m: Any, x: Tensor) -> Tensor:
     return m.second(hidden)
 
 
+class Sized(torch.autograd.Function):
+    """Returns a number, and as many tensors, that follow from sizes; takes a keyword."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float = 1.0) -> Any:
+        ctx.factor = factor
+        return (factor * x, *x.unbind(1), x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, whole: Tensor, *rest: Any) -> Any:
+        return ctx.factor * whole + torch.stack(rest[:-1], 1), None
+
+
+class Outer(torch.autograd.Function):
+    """Runs another Function in its forward, and differentiates through it in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return Reversed.apply(x, 0.5).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(Reversed.apply(x, 0.5).tanh(), x, gradient)
+
+
+Named: Any = type("réversed-1[int]", (Outer,), {})
+
+
+def sized(m: Any, x: Tensor) -> Tensor:
+    whole, first, *_, count = Sized.apply(m.first(x), factor=2.0)
+    return m.second(whole + first.unsqueeze(1)) / count
+
+
 MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activation": lambda m, x: m.second(Quantised.apply(m.first(x), m.scale)).tanh(),
     "weight": lambda m, x: m.second(F.linear(x, kept(m.first.weight, m.scale), m.first.bias).tanh()),
@@ -125,6 +161,10 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "reentrant_checkpoint": reentrant,
     "scaled": lambda m, x: m.second(Scaled.apply(m.first(x))),
     "centred": lambda m, x: m.second(Centred.apply(m.first(x).tanh())),
+    "sized": sized,
+    "nested": lambda m, x: m.second(Outer.apply(m.first(x))),
+    "checkpointed": lambda m, x: m.second(checkpoint(lambda z: Outer.apply(m.first(z)), x, use_reentrant=False)),
+    "odd_name": lambda m, x: m.second(Named.apply(m.first(x))),
 }
 COUPLED = {"centred"}
 
@@ -145,7 +185,7 @@ def jacobian(model: nn.Module, source: Tensor) -> Tensor:
 def test_the_authors_backward_counts(name: str, dynamic: bool) -> None:
     model = Model(MODELS[name]).double()
     step = gramfx.transform(
-        model, compile=False, dynamic=(dynamic and name not in COUPLED | {"inner_gradient"}) or None
+        model, compile=False, dynamic=(dynamic and name not in COUPLED | {"inner_gradient", "sized"}) or None
     )
     for batch in (5, 3):
         source = torch.randn(batch, 4, dtype=torch.float64)
@@ -203,7 +243,24 @@ class Hidden(torch.autograd.Function):
         return leaf.grad, None
 
 
+def identity(backward: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A model with an identity of this backward inside."""
+    kernels = {"forward": staticmethod(lambda ctx, x: x.clone()), "backward": staticmethod(lambda ctx, g: backward(g))}
+    made: Any = type("Identity", (torch.autograd.Function,), kernels)
+    return lambda m, x: m.second(made.apply(m.first(x)))
+
+
+OUTSIDE = torch.randn(3, dtype=torch.float64)
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "random_backward": (identity(lambda g: g * torch.rand_like(g)), "random"),
+    "strange_backward": (identity(lambda g: g * OUTSIDE), "not given"),
+    "numpy_backward": (identity(lambda g: torch.from_numpy(g.numpy())), "fails on tensors without numbers"),
+    "clipped": (identity(lambda g: g.clamp(-1e3, 1e3)), "not linear"),
+    "sign": (identity(torch.sign), "not linear"),
+    "normalised": (identity(lambda g: g / g.norm(dim=1, keepdim=True)), "not linear"),
+    "by_the_sum": (identity(lambda g: torch.where(g.sum(0) > 0, g, 2 * g)), "not linear"),
+    "affine": (identity(lambda g: g + 1), "not linear"),
     "random": (lambda m, x: m.second(Noisy.apply(m.first(x))), "random"),
     "in_place": (lambda m, x: m.second(InPlace.apply(m.first(x))), "in place"),
     "strangers": (lambda m, x: Hidden.apply(m.first(x), m.second), "not given"),
@@ -217,3 +274,55 @@ def test_refused_with_the_reason(name: str) -> None:
     with pytest.raises(CustomFunctionError, match=words) as raised:
         step(torch.randn(5, 4, dtype=torch.float64))
     assert "test_functions.py" in str(raised.value.where) and raised.value.remedy
+
+
+class Flagged(torch.autograd.Function):
+    """Its backward mixes samples where a class attribute says so, and scales by another."""
+
+    mixes, strength = False, 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return Flagged.strength * (gradient - gradient.mean(0) if Flagged.mixes else gradient)
+
+
+@pytest.mark.filterwarnings("ignore::gramfx.errors.CoupledObjectivesWarning")
+@pytest.mark.parametrize("anew", [False, True])
+def test_class_attributes_are_read_anew(monkeypatch: pytest.MonkeyPatch, anew: bool) -> None:
+    model = Model(lambda m, x: m.second(Flagged.apply(m.first(x)).tanh())).double()
+    source = torch.randn(5, 4, dtype=torch.float64)
+    step = gramfx.transform(model, compile=False)
+    for name, value in (("mixes", False), ("mixes", True), ("strength", 3.0)):
+        monkeypatch.setattr(Flagged, name, value)
+        step = gramfx.transform(model, compile=False) if anew else step
+        wanted = jacobian(model, source)
+        assert reference.relative_error(step(source)[1], wanted @ wanted.T) <= 1e-12
+
+
+class Cast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+def test_under_the_autocast_of_the_call() -> None:
+    model = Model(lambda m, x: m.second(Cast.apply(m.first(x), m.second.weight.T @ m.second.weight)))
+    source = torch.randn(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(source)
+        objectives, gramian = gramfx.transform(model, compile=False)(source)
+    assert torch.equal(objectives, wanted) and objectives.dtype is torch.bfloat16
+    rows = reference.jacobian(wanted, reference.trainable(model))
+    assert reference.relative_error(gramian, rows @ rows.T) <= 2e-2

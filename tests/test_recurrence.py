@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gramfx
+from gramfx.errors import DataDependentError
 from gramfx.recurrence import recurrence
 from gramfx.recurrent import LAYERS, PaddedSizes, run
 from tests import reference
@@ -127,3 +128,37 @@ def test_one_capture_for_all_batch_sizes(kind: str) -> None:
         assert reference.relative_error(got, jacobian.sum(0)) <= 1e-12
         model.zero_grad()
     assert step.captures == 1
+
+
+class Packed(nn.Module):
+    """Reads a packed sequence; ``counted`` uses its rows otherwise than row by row."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.layer, self.counted = nn.GRU(3, 4, batch_first=True).double(), counted
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out, _ = self.layer(pack_padded_sequence(x, lengths, batch_first=True))
+        if self.counted:
+            out = out._replace(data=out.data / out.data.abs().mean())
+        return pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0].square().sum((1, 2))
+
+
+def test_what_padding_holds_does_not_matter() -> None:
+    torch.manual_seed(0)
+    model, lengths = Packed(False), torch.tensor([5, 4, 1])
+    step = gramfx.transform(model, compile=False)
+    source = torch.randn(3, 5, 3, dtype=torch.float64)
+    wanted = step(source, lengths)[1]
+    source[1, 4:], source[2, 1:] = torch.nan, torch.inf
+    assert torch.equal(step(source, lengths)[1], wanted)
+    assert step.captures == 1
+
+
+def test_rows_of_padding_that_are_counted_are_refused() -> None:
+    """Also where the first batch has no padding, and nothing shows on it."""
+    with pytest.raises(DataDependentError, match="how many rows") as raised:
+        gramfx.transform(Packed(True), compile=False)(
+            torch.randn(3, 5, 3, dtype=torch.float64), torch.tensor([5, 5, 5])
+        )
+    assert "test_recurrence.py" in str(raised.value.where) and "total_length" in str(raised.value.remedy)

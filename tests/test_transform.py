@@ -3,9 +3,11 @@
 import collections
 import dataclasses
 import functools
+import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -348,6 +350,54 @@ def test_stored_activations_are_no_state_and_leave_no_fakes() -> None:
 def test_state_carried_in_an_attribute_is_refused() -> None:
     with pytest.raises(gramfx.errors.CaptureMismatchError, match="state kept between calls"):
         gramfx.transform(Stateful(carries=True), compile=False)(batch()[0])
+
+
+class Settings:
+    """Values that a model reads of an object."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+EXPONENT = 1.0
+
+
+def powered(x: Tensor) -> Tensor:
+    """Reads a global."""
+    return x.abs() ** EXPONENT
+
+
+def test_values_of_objects_classes_and_modules_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Module):
+        factor = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.settings, self.array = nn.Linear(3, 2).double(), Settings(), np.array([1.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return powered(self.layer(x)) * self.factor * self.settings.scale * float(self.array[0])
+
+    model, x = Reads(), batch()[0]
+    step = gramfx.transform(model, compile=False)
+
+    def check() -> None:
+        assert reference.relative_error(step(x)[1], wanted(model(x), model)) <= 1e-10
+
+    check()
+    monkeypatch.setattr(Reads, "factor", 2.0)
+    check()
+    model.settings.scale = 3.0
+    check()
+    model.array[0] = 4.0
+    check()
+    model.array = np.array([5.0])
+    check()
+    monkeypatch.setattr(sys.modules[__name__], "EXPONENT", 2.0)
+    check()
+    assert step.captures == 6
+    check()
+    assert step.captures == 6
 
 
 def test_what_a_capture_bakes_in_may_change() -> None:
