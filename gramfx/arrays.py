@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gramfx.forms import Windows
+from gramfx.pairwise import PAIRWISE_GATHERED, PAIRWISE_GRAM, alike, precision
 from gramfx.torch_compat import is_symbolic
 
 Axes = tuple[str, ...]
@@ -76,6 +77,12 @@ class Array(Protocol):
 
     def padded(self, axis: str, before: int, after: int) -> Self:
         """With zeros around one axis."""
+
+    def pairwise_gram(self, cot: Self, ignored: int) -> Self:
+        """``[b, b']`` of ``[b, t, d]``, or ids ``[b, t]``, and ``[b, t, p]``: :func:`gramfx.pairwise.pairwise_gram`."""
+
+    def pairwise_gathered(self, left: Self, head: Self, right: Self, gram: Self, ignored: int) -> Self:
+        """``[b, b']`` of ids: :func:`gramfx.pairwise.pairwise_gathered`, measured by the diagonal of ``gram``."""
 
 
 class Loop(Protocol):
@@ -226,6 +233,16 @@ class Dense:
 
     def padded(self, axis: str, before: int, after: int) -> Dense:  # noqa: D102
         return self._new(_padded(self.tensor, self._at(axis), before, after))
+
+    def pairwise_gram(self, cot: Dense, ignored: int) -> Dense:  # noqa: D102
+        act, cotangent = alike(self.tensor, cot.tensor)
+        made = PAIRWISE_GRAM(act, cotangent, ignored=ignored, precision=precision())
+        return self._new(made, (self.axes[0], f"{self.axes[0]}'"))
+
+    def pairwise_gathered(self, left: Dense, head: Dense, right: Dense, gram: Dense, ignored: int) -> Dense:  # noqa: D102
+        given, squares = alike(left.tensor, head.tensor, right.tensor), gram.tensor.diagonal()
+        made = PAIRWISE_GATHERED(self.tensor, *given, squares, ignored=ignored, precision=precision())
+        return gram._new(made)
 
 
 def dense(tensor: Tensor) -> Dense:

@@ -78,13 +78,14 @@ class Source:
 class Cost:
     """What a contraction takes, as numbers or as polynomials in the batch size.
 
-    ``flops`` of matrix products, two a multiply-add, by dtype, and ``narrow``, the same over the least extent of each
-    product; bytes ``moved``, of them ``spilled`` those that no cache
-    holds; ``launches`` of operations; ``peak`` bytes alive at once besides the sources.
+    ``flops`` of matrix products, two a multiply-add, by dtype; ``narrow``, the same over the least extent of each
+    product; ``fused``, those of fused ops; bytes ``moved``, of them ``spilled`` those that no cache holds; ``launches``
+    of operations; ``peak`` bytes alive at once besides the sources.
     """
 
     flops: Mapping[torch.dtype, Any]
     narrow: Mapping[torch.dtype, Any]
+    fused: Mapping[torch.dtype, Any]
     moved: Any
     spilled: Any
     launches: int
@@ -100,6 +101,8 @@ class Cost:
         parts = [(count, machine.rate(dtype)) for dtype, count in self.flops.items()]
         # A product with an extent n runs at n / (n + half) of the full rate: half more in flops over n.
         parts += [(count * machine.half, machine.rate(dtype)) for dtype, count in self.narrow.items()]
+        # Fused ops run at about half the rate of a library's products, so that theirs count twice.
+        parts += [(count, machine.rate(dtype)) for dtype, count in self.fused.items()]
         parts += [(self.spilled, machine.bandwidth), (self.moved - self.spilled, machine.cached_bandwidth)]
         return [*parts, (self.launches, 1 / machine.latency)]
 
@@ -126,7 +129,8 @@ def cost_of(
         sources = [source.at(batch) for source in sources]
     tape = Tape(BATCH if batch is None else batch, at, cache)
     made = gramian_array(terms, [source.sketched(tape) for source in sources], dtype, tape.loop)
-    return Cost(dict(tape.flops), dict(tape.narrow), tape.moved, tape.spilled, tape.launches, tape.peak(made))
+    flops, narrow, fused = dict(tape.flops), dict(tape.narrow), dict(tape.fused)
+    return Cost(flops, narrow, fused, tape.moved, tape.spilled, tape.launches, tape.peak(made))
 
 
 def flops_of(nodes: Iterable[Node], batch: int) -> int:

@@ -30,6 +30,7 @@ from gramfx.factors import (
     row_cut,
 )
 from gramfx.forms import OneHot
+from gramfx.fused import fused
 from gramfx.terms import Factor, ParameterTerms, Recipe, Term
 
 
@@ -88,6 +89,8 @@ def _end_to_end(same: Sequence[tuple[Factor, Term]], arrays: Sequence[Any]) -> A
 
 def _gramian(held: Sequence[Held], terms: ParameterTerms, work: Work) -> Any:
     """``[m, m]`` of terms that touch the same entries of the parameter."""
+    if work.recipe.strategy == "fused":
+        return fused(held, work)
     if work.recipe.strategy == "pairwise":
         wide = dataclasses.replace(work, dtype=accumulator([one.term for one in held], work.dtype))
         return _assembled(_by_pairs(held, wide), held).cast(work.dtype)

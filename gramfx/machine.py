@@ -19,6 +19,8 @@ from gramfx.errors import InputError
 
 #: The dtypes that contractions accumulate in.
 ACCUMULATED = (torch.float32, torch.float64)
+#: Those that fused ops multiply in besides.
+HALVES = (torch.bfloat16, torch.float16)
 _DEFAULT_CACHE = 16 * 2**20
 
 
@@ -41,8 +43,8 @@ class Machine:
     half: int
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations a second in ``dtype``."""
-        return self.flops[_name(dtype)]
+        """Operations a second in ``dtype``; those in float32 where nothing is known."""
+        return self.flops.get(_name(dtype), self.flops["float32"])
 
     @property
     def balance(self) -> int:
@@ -123,7 +125,7 @@ def measured(device: torch.device) -> Machine:
     """Measure a device: matrix products, an addition of large tensors, an addition of small ones."""
     size = 512 if device.type == "cpu" else 4096
     flops = {}
-    for dtype in ACCUMULATED:
+    for dtype in ACCUMULATED if device.type == "cpu" else (*ACCUMULATED, *HALVES):
         square = torch.ones(size, size, dtype=dtype, device=device)
         flops[_name(dtype)] = 2 * size**3 / _least_seconds(functools.partial(torch.mm, square, square), device)
     cache = cache_size(device)

@@ -14,6 +14,7 @@ from gramfx.cost import Cost, Source, cost_of
 from gramfx.emit import common_axes, token_axis
 from gramfx.factors import row_cut
 from gramfx.forms import OneHot, Windows
+from gramfx.fused import FUSED_DEVICE, FUSED_DTYPE, can_fuse
 from gramfx.machine import Machine
 from gramfx.terms import ParameterTerms, Recipe, Term
 
@@ -120,6 +121,8 @@ def strategies(problem: Problem) -> Iterator[Recipe]:
         yield given
         if whole and merge and all(_all_chosen(part) for part in parts):
             yield dataclasses.replace(given, strategy="sorted")
+    if problem.device.type == FUSED_DEVICE and problem.dtype == FUSED_DTYPE and whole and can_fuse(terms):
+        yield dataclasses.replace(base, strategy="fused")
 
 
 def _apart(terms: ParameterTerms) -> list[list[Term]]:
@@ -144,6 +147,8 @@ def _all_chosen(part: Sequence[Term]) -> bool:
 def _chunked(problem: Problem, recipe: Recipe, limit: int) -> Candidate | None:
     """The fastest chunks that fit, and that work inside the cache if some do."""
     whole = problem.candidate(recipe)
+    if recipe.strategy == "fused":
+        return whole if whole.cost.peak <= limit else None
     small = min(limit, int(problem.machine.cache * CACHE_SHARE))
     if whole.cost.peak <= small and whole.seconds < 2 * whole.cost.launches * problem.machine.latency:
         return whole
@@ -170,7 +175,10 @@ def _halved(problem: Problem, recipe: Recipe) -> Iterator[Candidate]:
 
 
 def _options(problem: Problem, recipe: Recipe, enough: int, *, every: bool = False) -> Iterator[Candidate]:
-    """Ever smaller chunks, for ever fewer samples at a time, until ``enough`` bytes do."""
+    """Ever smaller chunks, for ever fewer samples at a time, until ``enough`` bytes do; of one op there are none."""
+    if recipe.strategy == "fused":
+        yield problem.candidate(recipe)
+        return
     for blocked in _blocked(problem, recipe):
         for axis, extent in _axes(problem, recipe):
             for chunk in _halvings(extent):

@@ -20,6 +20,8 @@ from sympy.polys.rings import ring
 
 from gramfx.arrays import Axes
 from gramfx.forms import Windows
+from gramfx.pairwise import PRECISE, flops_of_pairs
+from gramfx.pairwise_tiles import ALIGNED, partial_bytes, tiling_of
 from gramfx.terms import SYMBOLIC
 from gramfx.torch_compat import is_symbolic
 
@@ -41,7 +43,7 @@ class Tape:
     """What a contraction did.
 
     ``flops`` counts those of matrix products, two a multiply-add, by dtype; ``narrow`` the same over the least of each
-    product's three extents, which says how many of them run slowly for being narrow.
+    product's three extents, which says how many of them run slowly for being narrow; ``fused`` those of fused ops.
     ``moved`` counts bytes read and written, ``spilled`` those of steps that touch more than ``cache``. ``batch`` is
     what a symbolic batch counts as, ``at`` its value where numbers must be compared.
     """
@@ -53,6 +55,7 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     flops: Counter[torch.dtype] = field(default_factory=Counter)
     narrow: Counter[torch.dtype] = field(default_factory=Counter)
+    fused: Counter[torch.dtype] = field(default_factory=Counter)
     moved: Any = 0
     launches: int = 0
     weight: int = 1
@@ -300,6 +303,33 @@ class Sketch:
 
     def plus(self, other: Sketch) -> Sketch:  # noqa: D102
         return self._made(self.axes, self.sizes, self, other)
+
+    def pairwise_gram(self, cot: Sketch, ignored: int) -> Sketch:  # noqa: D102
+        count, width = cot.sizes[0] * cot.sizes[1], cot.sizes[2]
+        width += self.sizes[2] if self.dtype.is_floating_point else 0
+        return self._tiled((self, cot), flops_of_pairs(count, width))
+
+    def pairwise_gathered(self, left: Sketch, head: Sketch, right: Sketch, gram: Sketch, ignored: int) -> Sketch:  # noqa: D102
+        pairs = left.sizes[0] * left.sizes[1] * right.sizes[0] * right.sizes[1]
+        by_id = head._made(head.axes, head.sizes, head)
+        return self._tiled((self, left, by_id, right), 2 * pairs * left.sizes[2], halves=2).again()
+
+    def _tiled(self, reads: Sequence[Sketch], flops: Any, halves: int = 1) -> Sketch:
+        """Record one fused op: its copies of rows that are not aligned, what tiles leave to fold, and the result."""
+        dtype = functools.reduce(torch.promote_types, (one.dtype for one in reads if one.dtype.is_floating_point))
+        self.tape.flops[dtype] += self.tape.weight * flops
+        self.tape.fused[dtype] += self.tape.weight * flops
+        rows = tiling_of(dtype, PRECISE, self.sizes[1]).rows
+        copied = [one._aligned().cast(dtype) if one.dtype.is_floating_point else one for one in reads]
+        nbytes = halves * partial_bytes(self.sizes[0], self.sizes[1], rows)
+        partial = self._made(("bytes",), (nbytes,), *copied, dtype=torch.uint8)
+        axes, sizes = (self.axes[0], f"{self.axes[0]}'"), (self.sizes[0], self.sizes[0])
+        terms = self._made(axes, sizes, partial, dtype=torch.float32)
+        return terms.again(terms)
+
+    def _aligned(self) -> Sketch:
+        missing = -self.sizes[-1] % ALIGNED
+        return self.padded(self.axes[-1], 0, missing) if len(self.sizes) == 3 else self
 
     def padded(self, axis: str, before: int, after: int) -> Sketch:  # noqa: D102
         if not before and not after:

@@ -84,11 +84,11 @@ class Recipe:
 
     ``strategy``: ``outer`` makes each objective's gradient and then their products; ``pairwise`` multiplies factors
     with factors and never makes a gradient; ``sorted`` is ``outer`` for rows chosen by ids, on as many rows as there
-    are ids; empty before planning. ``chunk``: how much of ``axis``, an axis of the parameter, is made at a time, for
-    ``pairwise`` how many tokens; ``samples``: of how many samples; 0 is all of them. ``parts``: how many blocks the
-    samples are cut into when products are taken, those above the diagonal only. ``remake``: rows are made again for
-    each block they meet, so that two blocks are alive at once. ``made``: rows that come from VJPs are made inside the
-    contraction, of a few samples at a time. ``merge``: uses of one form are laid end
+    are ids; ``fused`` is ``pairwise`` as one op; empty before planning. ``chunk``: how much of ``axis``, an axis of the
+    parameter, is made at a time, for ``pairwise`` how many tokens; ``samples``: of how many samples; 0 is all of them.
+    ``parts``: how many blocks the samples are cut into when products are taken, those above the diagonal only.
+    ``remake``: rows are made again for each block they meet, so that two blocks are alive at once. ``made``: rows that
+    come from VJPs are made inside the contraction, of a few samples at a time. ``merge``: uses of one form are laid end
     to end first. ``batch``: the size a symbolic batch is planned at; ``balance``: how many multiply-adds the machine
     does while it writes one number.
     """
