@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gramfx.artifacts import record
-from gramfx.capture import capture, confirm, probe_of
+from gramfx.capture import capture, confirm, probe_of, settle
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
-from gramfx.errors import InputError, RecaptureWarning, StaticBatchWarning
+from gramfx.distributed import Averaging
+from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.fitting import Lowering, Planning, replanned
+from gramfx.kept import Captures, Made
 from gramfx.measure import fastest_measured
 from gramfx.passes.plan_contractions import fastest_predicted
 from gramfx.pipeline import STAGES, lower
 from gramfx.plan import Plan, parse_bytes
 from gramfx.program import Call, InDims, Program, read_call
+from gramfx.readings import ReadingChangedError, may_fit, unsteady
 from gramfx.runtime import Compiled
 from gramfx.source import warn_user
 from gramfx.torch_compat import ambient_state, autocast_off, fake_batch_size, is_symbolic
@@ -27,11 +30,6 @@ from gramfx.view import StageView, view
 from gramfx.view.text import text
 
 Objective = Callable[..., Tensor]
-#: A compiled capture, the program whose tensors it runs on, and what its key keeps alive.
-Made = tuple[Compiled, Program, list[Any]]
-
-#: How many captures a step keeps, and after how many it says that there are many.
-MOST_CAPTURES, MANY_CAPTURES = 64, 16
 
 
 class Stage:
@@ -74,8 +72,7 @@ class Step(nn.Module):
         self._planning = planning
         #: Whether new captures and plans are tried against the model itself; ``capture`` runs nothing without.
         self.trial = True
-        self._made: dict[Hashable, list[Made]] = {}
-        self._many = False
+        self._captures = Captures()
         self._seen: dict[Hashable, int | None] = {}
         self._static: set[Hashable] = set()
         self._assigned: set[Attribute] = set()
@@ -99,18 +96,27 @@ class Step(nn.Module):
         tuple one by one. Raises a :class:`gramfx.errors.GramfxError` where the answer would not be exact.
         """
         call = self._read(args, kwargs, targets)
-        compiled, program = self._compiled(call)
-        return compiled(program, [*call.tensors, *program.loose])
+        averaging: Averaging | None = None
+        seen: Sequence[Tensor] = ()
+        for compiled, program in self._candidates(call):
+            # What is read decides which capture serves, and each that does not has read more of it.
+            if may_fit(compiled.captured.readings, seen):
+                averaging = averaging or Averaging(program)
+                try:
+                    return compiled(program, [*call.tensors, *program.loose], averaging)
+                except ReadingChangedError as changed:
+                    seen = changed.seen
+        raise unsteady()
 
     def capture(self, *args: Any, targets: Any = None, **kwargs: Any) -> Step:
         """Compile for arguments like these, and try it once against the model; returns the step itself."""
-        self._compiled(self._read(args, kwargs, targets))
+        self._serving(self._read(args, kwargs, targets))
         return self
 
     def arguments(self, *args: Any, targets: Any = None, **kwargs: Any) -> list[Tensor]:
         """The tensors that the graph modules of the stages take for this call, in order of their placeholders."""
         call = self._read(args, kwargs, targets)
-        compiled, program = self._compiled(call)
+        compiled, program = self._serving(call)
         return compiled.captured.fetch(program, [*call.tensors, *program.loose])
 
     def stage(self, name: str) -> Stage:
@@ -136,8 +142,8 @@ class Step(nn.Module):
 
     @property
     def captures(self) -> int:
-        """How many graphs are kept, at most ``MOST_CAPTURES``."""
-        return len(self._made)
+        """How many graphs are kept, at most 64."""
+        return len(self._captures)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Call:
         if targets is not None and self.objective is None:
@@ -145,34 +151,29 @@ class Step(nn.Module):
         unpacked = () if targets is None else targets if isinstance(targets, tuple) else (targets,)
         return read_call(args, kwargs, unpacked, self.in_dims)
 
-    def _compiled(self, call: Call) -> tuple[Compiled, Program]:
+    def _serving(self, call: Call) -> tuple[Compiled, Program]:
+        """The capture for a call, and the program that it is of."""
+        for compiled, program in self._candidates(call):
+            if compiled.serves(program, [*call.tensors, *program.loose]):
+                return compiled, program
+        raise unsteady()
+
+    def _candidates(self, call: Call) -> Iterator[tuple[Compiled, Program]]:
+        """Captures that may serve a call: kept ones, several where the model reads values, then a new one."""
         family, exact, kept = self._keys(call)
         dynamic = self._wants_dynamic(call, family)
-        found = self._kept((dynamic, family if dynamic else exact)) or self._kept((False, exact))
-        made = found or self._make(call, kept, dynamic)
-        compiled, program = self._planned(made, call)
-        self._last = compiled
-        return compiled, program
+        reads = False
+        for key in ((dynamic, family if dynamic else exact), (False, exact)):
+            for made in self._captures.under(key):
+                reads = bool(made[0][0].captured.readings)
+                yield self._latest(made, call)
+                if not reads:
+                    return
+        yield self._latest(self._make(call, kept, dynamic and not reads, reads), call)
 
-    def _kept(self, key: Hashable) -> list[Made] | None:
-        """What was captured under a key, which is the latest used from now on."""
-        if key in self._made:
-            self._made[key] = self._made.pop(key)
-        return self._made.get(key)
-
-    def _keep(self, key: Hashable, made: list[Made]) -> None:
-        """Keep a capture, and no more than ``MOST_CAPTURES``: those used last."""
-        self._made[key] = made
-        if len(self._made) == MANY_CAPTURES and not self._many:
-            self._many = True
-            warn_user(
-                RecaptureWarning(
-                    f"{MANY_CAPTURES} graphs were captured, one for each shape of the inputs and each state of the "
-                    "model; pad inputs to few shapes, and keep out of the model what changes from call to call"
-                )
-            )
-        if len(self._made) > MOST_CAPTURES:
-            del self._made[next(iter(self._made))]
+    def _latest(self, made: list[Made], call: Call) -> tuple[Compiled, Program]:
+        self._last, program = self._planned(made, call)
+        return self._last, program
 
     def _planned(self, made: list[Made], call: Call) -> tuple[Compiled, Program]:
         """The capture with a plan for this batch size, planned and tried now where there is none yet."""
@@ -211,7 +212,7 @@ class Step(nn.Module):
         first = self._seen.setdefault(family, size)
         return bool(self._dynamic) or first != size
 
-    def _make(self, call: Call, kept: list[Any], dynamic: bool) -> list[Made]:
+    def _make(self, call: Call, kept: list[Any], dynamic: bool, reads: bool) -> list[Made]:
         """Capture and lower, with a symbolic batch if asked for and possible, else for this batch size alone."""
         before = tensor_attributes(self)
         made, reason = None, ""
@@ -222,20 +223,20 @@ class Step(nn.Module):
                 # Whatever torch cannot do with a symbol it may do with a number; if not, that raises below.
                 reason = str(problem).partition("\n")[0]
         static = made is None
-        made = made or (*self._lowered(call, dynamic=False), kept)
+        made = made or (*self._lowered(call, dynamic=False, reads=reads), kept)
         after = tensor_attributes(self)
         self._assigned |= {name for name in after if name not in before or before[name][1] is not after[name][1]}
         family, exact, _ = self._keys(call)
-        self._keep((False, exact) if static else (True, family), [made])
+        self._captures.add((False, exact) if static else (True, family), [made])
         if dynamic and static:
             self._static.add(family)
             if self._dynamic:
                 warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
         return [made]
 
-    def _lowered(self, call: Call, *, dynamic: bool) -> tuple[Compiled, Program]:
+    def _lowered(self, call: Call, *, dynamic: bool, reads: bool = False) -> tuple[Compiled, Program]:
         program = Program(self.model, self.objective)
-        captured: Captured = capture(program, call, dynamic=dynamic, trial=self.trial)
+        captured: Captured = capture(program, call, dynamic=dynamic, trial=self.trial, reads=reads)
         size = fake_batch_size(captured.graph_module) if dynamic else call.batch_size
         if dynamic and not is_symbolic(size):
             raise StaticBatchNeeded("the model fixes the batch size")
@@ -245,8 +246,11 @@ class Step(nn.Module):
         record(lowering)
         if self.trial and exact:
             confirm(captured, lowering.stages["lowered"], program, call)
+        if captured.readings:
+            settle(captured, lowering.stages["lowered"], program, call)
         program.call = None
-        return Compiled(captured, lowering, self._inductor), program
+        # A compilation takes longer than the calls with one reading that come between two others.
+        return Compiled(captured, lowering, self._inductor and not captured.readings), program
 
 
 def transform(

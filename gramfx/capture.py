@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from gramfx.errors import (
     VerificationError,
 )
 from gramfx.export import by_export
+from gramfx.following import by_comparisons, by_values
 from gramfx.functions import BACKWARD, checkpoints_run, functions_recorded
 from gramfx.graph import target_name, where
 from gramfx.nested import Differentiable
@@ -69,10 +71,11 @@ class Reference:
     noise: float = 0.0
 
 
-def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) -> Captured:
+def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True, reads: bool = False) -> Captured:
     """Capture ``program`` for calls like ``call``; with ``dynamic`` for any batch size of at least 2.
 
     trial: whether to compare the graph with the model itself; without, the model is seen on fake tensors alone.
+    reads: whether the model is known to read tensor values, so that only following it can succeed.
     Raises a :class:`CaptureError` where no way of capturing gives a graph that agrees with the model, an
     :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
     """
@@ -83,7 +86,11 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
         reference = _with_noise(reference, program, call)
     failures: list[Exception] = []
     # Export does not follow a nested tensor that is made inside.
-    for method in (by_tracing,) if call.nested else (by_export, by_tracing):
+    others = () if reads else (by_tracing,) if call.nested else (by_export, by_tracing)
+    for method in (*others, by_comparisons, by_values):
+        follows = method in (by_comparisons, by_values)
+        if follows and not reads and (dynamic or not trial or not any(map(_may_read_values, failures))):
+            break
         try:
             with _traces_leave_nothing(program, call):
                 captured = method(program, call, dynamic)
@@ -98,12 +105,17 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True) 
             captured.differentiable = reference.differentiable
             return captured
         except Exception as error:
-            final = isinstance(error, GramfxError) and not isinstance(error, CaptureMismatchError)
-            if final and not failures:
+            final = isinstance(error, GramfxError) and not isinstance(error, (CaptureMismatchError, DataDependentError))
+            if (final and not failures) or (isinstance(error, GramfxError) and method is by_values):
                 raise
             failures.append(error)
     problem = explain(failures)
     raise problem from None if problem in failures else failures[0]
+
+
+def _may_read_values(failure: Exception) -> bool:
+    """Whether a failure may be that of a model that reads tensor values, for which torch has many words."""
+    return isinstance(failure, DataDependentError) or not isinstance(failure, GramfxError)
 
 
 @contextlib.contextmanager
@@ -328,10 +340,12 @@ def _check_packing(captured: Captured, program: Program, call: Call) -> None:
     marks = _marked_lengths(captured)
     if not marks:
         return
+    # What a capture that reads values serves is of sequences that are as long.
+    change = functools.partial(shortened, longest=not captured.readings)
     try:
-        with lengths_replaced(shortened):
+        with lengths_replaced(change):
             reference = _reference(program, call)
-        _compare(captured, program, call, reference, _Shortened(captured.graph_module).run)
+        _compare(captured, program, call, reference, _Shortened(captured.graph_module, change).run)
     except Exception as problem:
         raise DataDependentError(
             "what the model makes of a packed sequence depends on how many rows are left of it",
@@ -345,9 +359,13 @@ def _check_packing(captured: Captured, program: Program, call: Call) -> None:
 class _Shortened(Interpreter):
     """Runs a graph with other lengths of packed sequences."""
 
+    def __init__(self, graph_module: GraphModule, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(graph_module)
+        self.change = change
+
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        return shortened(result) if n.target is packed_lengths._opoverload else result
+        return self.change(result) if n.target is packed_lengths._opoverload else result
 
 
 def _check_functions(captured: Captured, program: Program, call: Call) -> None:
@@ -402,9 +420,7 @@ def confirm(captured: Captured, lowered: GraphModule, program: Program, call: Ca
     """
     probe = probe or captured.probe
     assert probe is not None
-    tensors = [tensor.detach() for tensor in (*call.tensors, *program.loose)]
-    with _random_state_kept(program, call), torch.no_grad(), autocast_off():
-        gramian = lowered(*(tensor.contiguous() for tensor in captured.fetch(program, tensors)))[1].double()
+    gramian = _results(captured, lowered, program, call)[1].double()
     weights = probe.weights.to(gramian)
     got, scale = float(weights @ gramian @ weights), float(weights @ gramian.abs() @ weights)
     error = abs(got - probe.squared_norm)
@@ -415,6 +431,21 @@ def confirm(captured: Captured, lowered: GraphModule, program: Program, call: Ca
             got=f"{got:.9g}",
             remedy="please report the model; coupled or symbolic batches are the first things to try without",
         )
+
+
+def settle(captured: Captured, lowered: GraphModule, program: Program, call: Call) -> None:
+    """Let a capture go by what its lowered graph reads. Raises :class:`CaptureMismatchError`."""
+    found = _results(captured, lowered, program, call)[2:]
+    for index, reading in enumerate(captured.readings):
+        reading.settle(found[: index + 1], _tolerance(captured, program))
+
+
+def _results(captured: Captured, lowered: GraphModule, program: Program, call: Call) -> tuple[Tensor, ...]:
+    """What a lowered graph returns, with the random state as it was."""
+    tensors = [tensor.detach() for tensor in (*call.tensors, *program.loose)]
+    with _random_state_kept(program, call), torch.no_grad(), autocast_off():
+        found: tuple[Tensor, ...] = lowered(*(tensor.contiguous() for tensor in captured.fetch(program, tensors)))
+    return found
 
 
 def _zero_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gramfx.errors import ParameterMutationError, UnsupportedError
-from gramfx.graph import arguments, where
+from gramfx.graph import argument, arguments, where
 from gramfx.program import Call, Program, user_name
+from gramfx.readings import Reading
 from gramfx.torch_compat import RELAXED
 
 aten = torch.ops.aten
@@ -68,16 +69,18 @@ class Probe:
 class Captured:
     """A graph ``(*slots) -> (*returned, *new values of the mutated slots)``, and how it was had.
 
-    A program returns its objectives; a region of a model, several outputs, of which some are ``differentiable``.
+    A program returns its objectives, and then the tensors of its ``readings``; a region of a model, several outputs, of
+    which some are ``differentiable``.
     """
 
     graph_module: GraphModule
     slots: tuple[Slot, ...]
     mutated: tuple[int, ...]
     constants: tuple[Tensor, ...]
-    method: Literal["export", "trace"]
+    method: Literal["export", "trace", "guarded"]
     probe: Probe | None = None
     differentiable: tuple[bool, ...] = (True,)
+    readings: list[Reading] = field(default_factory=list)
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the slots stand for now; ``inputs`` are the call's, then the loose ones."""
@@ -91,7 +94,7 @@ def normal_form(
     program: Program,
     call: Call,
     constants: Sequence[Tensor] = (),
-    method: Literal["export", "trace"] = "export",
+    method: Literal["export", "trace", "guarded"] = "export",
 ) -> Captured:
     """One placeholder a tensor, named after it; what the program returns first; no views that need strides.
 
@@ -165,7 +168,19 @@ def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
         return _overwritten(graph, node, made)
     copy = graph.node_copy(node, lambda argument: made[argument])
     copy.target = RELAXED.get(node.target, node.target)
+    if copy.target is aten.slice_scatter.default:
+        _within_bounds(copy)
     return copy
+
+
+def _within_bounds(node: Node) -> None:
+    """Give a written slice bounds from 0 to the dim's size, which ``vmap`` in torch takes for granted."""
+    dim, start, end = argument(node, 2, "dim", 0), argument(node, 3, "start"), argument(node, 4, "end")
+    size = node.meta["val"].shape[dim]
+    if all(one is None or isinstance(one, int) for one in (start, end)) and isinstance(size, int):
+        start, end, _ = slice(start, end).indices(size)
+        node.args = (*arguments(node)[:2], dim, start, end, argument(node, 5, "step", 1))
+        node.kwargs = {}
 
 
 def _overwritten(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:

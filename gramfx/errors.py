@@ -6,7 +6,7 @@ GramfxError
 ├── ObjectiveError             the objectives have no real Jacobian
 ├── NoTrainableParameterError  there is nothing to differentiate by
 ├── CaptureError               the model cannot be turned into a graph
-│   ├── DataDependentError     Python control flow or a shape depends on tensor values
+│   ├── DataDependentError     control flow or a shape depends on tensor values that cannot be followed
 │   ├── CustomFunctionError    a hand-written torch.autograd.Function
 │   ├── ParameterMutationError the forward changes a trainable parameter
 │   └── CaptureMismatchError   the captured graph does not differentiate as the model does
@@ -61,7 +61,7 @@ class CaptureError(GramfxError):
 
 
 class DataDependentError(CaptureError):
-    """Python control flow or a shape depends on tensor values."""
+    """Control flow or a shape depends on tensor values, in a way that cannot be followed."""
 
 
 class CustomFunctionError(CaptureError):
@@ -119,4 +119,4 @@ class EagerRegionWarning(UserWarning):
 
 
 class RecaptureWarning(UserWarning):
-    """Calls differ in shapes, or the model in its state, so that many graphs were captured."""
+    """Calls differ in shapes or in what is read of them, or the model in its state: many graphs were captured."""

@@ -41,9 +41,9 @@ def lower(
 ) -> Lowering:
     """Run every stage on a captured graph.
 
-    The lowered graph returns ``(objectives, gramian, *new values of mutated tensors, *saved)``, where saved is what the
-    backward needs besides the inputs: random draws, or activations and cotangents. Raises :class:`StaticBatchNeeded`
-    where a symbolic batch cannot be kept, and what :func:`replanned` raises.
+    The lowered graph returns ``(objectives, gramian, *readings, *new values of mutated tensors, *saved)``, where saved
+    is what the backward needs besides the inputs: random draws, or activations and cotangents. Raises
+    :class:`StaticBatchNeeded` where a symbolic batch cannot be kept, and what :func:`replanned` raises.
     """
     done = Lowering()
     symbolic = is_symbolic(batch_size)

@@ -8,7 +8,9 @@ over all steps, which the op leaves to whoever wants it by giving ``ȧ`` as the 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,11 +79,25 @@ def _shapes_backward(
     return seen, d_rows, of(*d_last.shape), d_start_cell, d_projected
 
 
+_traced = False
+
+
+@contextlib.contextmanager
+def recurrences_whole() -> Iterator[None]:
+    """While a model is traced, let each layer and direction be one op of the trace, which is differentiated later."""
+    global _traced
+    before, _traced = _traced, True
+    try:
+        yield
+    finally:
+        _traced = before
+
+
 class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: str, *given: Any) -> Any:
         *inputs, _, _, reverse = given
-        made = _forward_op(kind, *inputs, reverse)
+        made = recurrence(kind, *given) if _traced else _forward_op(kind, *inputs, reverse)
         ctx.kind, ctx.reverse = kind, reverse
         ctx.save_for_backward(*inputs, *made[BEFORE:])
         ctx.mark_non_differentiable(*made[BEFORE:])

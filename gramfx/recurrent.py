@@ -92,9 +92,14 @@ def _(lengths: Tensor) -> Tensor:
     return torch.empty_like(lengths)
 
 
-def shortened(lengths: Tensor) -> Tensor:
-    """Half of each, rounded up: other lengths, of the same order, that fit into the same padding."""
-    return lengths - lengths // 2
+def shortened(lengths: Tensor, longest: bool) -> Tensor:
+    """Half of each, rounded up: other lengths, of the same order, that fit into the same padding.
+
+    longest: whether to shorten the longest too, the first of several.
+    """
+    half = lengths - lengths // 2
+    own = torch.arange(lengths.shape[0], device=lengths.device) == lengths.argmax()
+    return half if longest else torch.where(own, lengths, half)
 
 
 def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, PaddedSizes]:
@@ -110,20 +115,15 @@ def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Pa
 def unpack(
     data: Tensor, sizes: PaddedSizes, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The padded sequences again, ``total_length`` steps of them; raises where that is left to the lengths."""
+    """The padded sequences again, ``total_length`` steps of them; as many as the longest has where none is given."""
+    rows, alive = data.reshape(sizes.steps, sizes.batch, -1), _alive(sizes).unsqueeze(-1)
     if isinstance(total_length, _Longest) or total_length < sizes.steps:
-        raise DataDependentError(
-            "the number of steps of an unpacked sequence depends on the lengths",
-            expected=f"pad_packed_sequence(..., total_length=n) with n of at least {sizes.steps}",
-            got=f"total_length={total_length}"
-            if type(total_length) is int and total_length >= 0
-            else "no total_length",
-            remedy="pass total_length",
-        )
-    rows = data.reshape(sizes.steps, sizes.batch, -1)
-    alive = _alive(sizes).unsqueeze(-1)
+        # Only a capture that follows what the model reads goes on from here, for sequences as long as these.
+        longest = int(sizes.lengths.max())
+        steps = longest if isinstance(total_length, _Longest) else total_length
+        rows, alive, total_length = rows[:steps], alive[:steps], steps
     rows = torch.where(alive, rows, torch.full((), padding, dtype=data.dtype, device=data.device))
-    rows = F.pad(rows, (0, 0, 0, 0, 0, total_length - sizes.steps), value=padding)
+    rows = F.pad(rows, (0, 0, 0, 0, 0, total_length - rows.shape[0]), value=padding)
     return rows.transpose(0, 1) if batch_first else rows, sizes.lengths
 
 

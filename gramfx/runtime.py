@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from gramfx.fitting import Lowering
 from gramfx.gradients import replayed_gradient, wanted_slots
 from gramfx.plan import Plan
 from gramfx.program import Program
+from gramfx.readings import Checked, ReadingChangedError, draws_taken_back
 from gramfx.torch_compat import (
     autocast_off,
     boxed,
@@ -49,7 +51,8 @@ class Compiled:
 
     def __post_init__(self) -> None:
         graph_module = self.lowering.stages["lowered"]
-        self.run = self._runnable(graph_module)
+        readings = self.captured.readings
+        self.run = Checked(graph_module, readings) if readings else self._runnable(graph_module)
         self.static = not is_symbolic(fake_batch_size(self.captured.graph_module))
         self.wanted = tuple(wanted_slots(graph_module))
 
@@ -58,13 +61,28 @@ class Compiled:
             return graph_module
         return compile_graph(graph_module, random=bool(self.lowering.draws))
 
-    def __call__(self, program: Program, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """``(objectives, gramian)``; buffers and inputs that the forward changes are changed."""
-        averaging = Averaging(program)
+    def __call__(self, program: Program, inputs: Sequence[Tensor], averaging: Averaging) -> tuple[Tensor, Tensor]:
+        """``(objectives, gramian)``; buffers and inputs that the forward changes are changed.
+
+        Raises :class:`ReadingChangedError`, before anything is changed, where this capture does not serve the call.
+        """
         tensors = self.captured.fetch(program, inputs)
         leaves = [self.captured.slots[index].held(program, inputs) for index in self.wanted]
         owed = (averaging, leaves) if averaging.groups else None
-        return _Objectives.apply(self, tensors, owed, *(tensors[index] for index in self.wanted))
+        with draws_taken_back(tensors) if self.captured.readings else contextlib.nullcontext():
+            return _Objectives.apply(self, tensors, owed, *(tensors[index] for index in self.wanted))
+
+    def serves(self, program: Program, inputs: Sequence[Tensor]) -> bool:
+        """Whether the call reads what this capture read."""
+        if not self.captured.readings:
+            return True
+        tensors = [tensor.detach().contiguous() for tensor in self.captured.fetch(program, inputs)]
+        with torch.random.fork_rng({t.device for t in tensors if t.is_cuda}), torch.no_grad(), autocast_off():
+            try:
+                self.run(*tensors)
+            except ReadingChangedError:
+                return False
+        return True
 
     @property
     def plan(self) -> Plan:

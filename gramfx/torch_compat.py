@@ -49,18 +49,22 @@ from torch.nested._internal.nested_tensor import (
     nested_view_from_values_offsets,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
     "DATA_DEPENDENT",
+    "READS_VALUES",
     "RELAXED",
+    "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "Fixed",
     "InputKind",
     "JaggedParts",
     "OutputKind",
+    "WeakTensorKeyDictionary",
     "ambient_state",
     "at_end_of_backward",
     "autocast_as",
@@ -94,6 +98,7 @@ __all__ = [
     "jagged_known",
     "jagged_parts",
     "lengths_replaced",
+    "lists_replaced",
     "nesting_traced",
     "new_fake_inputs",
     "numberless",
@@ -113,6 +118,7 @@ __all__ = [
     "trace_artifact",
     "tracing_artifacts",
     "tracing_quirks",
+    "undispatched",
 ]
 
 aten = torch.ops.aten
@@ -120,6 +126,9 @@ _functorch: Any = torch._C._functorch
 
 #: What torch raises when Python needs a value that only running the model would tell.
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+#: The tags of ops whose results are numbers, or have a size, that tensor values make.
+READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Views that also take tensors of other strides than the graph was traced with.
 RELAXED: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
@@ -265,7 +274,19 @@ def on_fresh_fakes(function: Callable[..., Any], tensors: Sequence[Tensor], more
         return function(mode, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds))
 
 
-class _Seen(TorchDispatchMode):
+@contextlib.contextmanager
+def undispatched() -> Iterator[None]:
+    """Run operations on real tensors past every mode, whatever traces outside."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def lists_replaced(tolist: Callable[[Tensor], Any]) -> Any:
+    """A context in which ``tolist`` of a fake tensor is another function: its own reads one number after another."""
+    return mock.patch.object(FakeTensor, "tolist", lambda tensor: tolist(tensor))
+
+
+class _Seen(DispatchMode):
     def __init__(self, tag: torch.Tag) -> None:
         super().__init__()
         self.tag, self.ops = tag, list[Any]()
@@ -553,17 +574,28 @@ def packing_replaced(pack: Any, unpack: Any, run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lengths_replaced(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Pack sequences with other lengths than those asked for."""
+    """Pack sequences with other lengths than those asked for, which ``change`` gets in the order of the samples."""
     rnn, plain = torch.nn.utils.rnn, torch._VF
+    changed: list[Tensor] = []
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def sort(self, lengths: Tensor, descending: bool) -> Any:
+            found = torch.sort(change(lengths), descending=descending)
+            changed.append(found[0])
+            return found
 
     class Functions:
         def __getattr__(self, name: str) -> Any:
             return getattr(plain, name)
 
         def _pack_padded_sequence(self, source: Tensor, lengths: Tensor, batch_first: bool) -> Any:
-            return plain._pack_padded_sequence(source, change(lengths), batch_first)
+            sorted_before = any(lengths is one for one in changed)
+            return plain._pack_padded_sequence(source, lengths if sorted_before else change(lengths), batch_first)
 
-    with mock.patch.object(rnn, "_VF", Functions()):
+    with mock.patch.object(rnn, "torch", Torch()), mock.patch.object(rnn, "_VF", Functions()):
         yield
 
 
@@ -616,12 +648,23 @@ def size_conditions(fakes: Sequence[Any]) -> list[str]:
     return fixed + [str(guard.expr) for guard in environment.guards]
 
 
+def _batch_norm(source: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: float) -> Any:
+    """``native_batch_norm``, whose schema does not say that it changes running statistics, as an op whose does."""
+    if mean is None or variance is None or not training:
+        return NotImplemented
+    return aten._native_batch_norm_legit.default(source, weight, bias, mean, variance, training, *rest)
+
+
 def _make_fx(function: Callable[..., Any], fakes: Sequence[Any], stack_traces: bool) -> GraphModule:
     mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), FakeTensorMode())
     with tracing_quirks(), mode, preserve_node_meta():
-        made = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True, record_stack_traces=stack_traces)(
-            *fakes
-        )
+        made = make_fx(
+            function,
+            {aten.native_batch_norm.default: _batch_norm},
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+            record_stack_traces=stack_traces,
+        )(*fakes)
     for node in made.graph.nodes:
         node.target = RELAXED.get(node.target, node.target)
     made.recompile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from gramfx.errors import CaptureError, DataDependentError, GramfxError
 from gramfx.graph import placeholders
 from gramfx.program import Call, Program
 from gramfx.ragged import with_derivatives
+from gramfx.recurrence import recurrences_whole
 from gramfx.source import user_frame
 from gramfx.substitutes import as_captured
 from gramfx.torch_compat import (
@@ -78,8 +79,22 @@ class _MarkStops(TorchFunctionMode):
         return pytree.tree_map(mark, result)
 
 
+class Following(Protocol):
+    """What runs beside a trace, and what it has the graph return besides the objectives."""
+
+    read_from: list[Tensor]
+
+    def along(self, fakes: Sequence[Tensor], reals: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """A context around the run of the program on fake tensors, which stand for real ones."""
+
+
 def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
     """Capture by running the program on fake tensors, recording below autograd. Raises whatever torch raises."""
+    return traced(program, call, dynamic)
+
+
+def traced(program: Program, call: Call, dynamic: bool, following: Following | None = None) -> Captured:
+    """A trace; what ``following`` read are its second and further outputs, before new values of mutated slots."""
     state = [*program.named_parameters(), *program.named_buffers()]
     own, loose = list(call.tensors), list(program.loose)
     dims = [*(None for _ in state), *call.batch_dims, *(None for _ in loose)]
@@ -89,12 +104,13 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
 
     def run(*tensors: Tensor) -> Any:
         leaves = [t.detach().requires_grad_(r.requires_grad) for t, r in zip(tensors, real, strict=True)]
-        with _MarkStops():
-            return torch.func.functional_call(
+        with _MarkStops(), following.along(leaves, real) if following else contextlib.nullcontext():
+            objectives = torch.func.functional_call(
                 program, dict(zip(names, leaves[: len(names)], strict=True)), tuple(leaves[len(names) :])
             )
+        return (objectives, *following.read_from) if following else objectives
 
-    with as_captured(program), nesting_traced() if call.nested else contextlib.nullcontext():
+    with as_captured(program), recurrences_whole(), nesting_traced() if call.nested else contextlib.nullcontext():
         graph_module = trace(run, fakes, stack_traces=True)
     if dynamic and (conditions := size_conditions(fakes)):
         # Export checks this of itself; a trace only writes it down.
@@ -106,7 +122,9 @@ def by_tracing(program: Program, call: Call, dynamic: bool) -> Captured:
     constants = _lifted_constants(graph_module)
     slots += [Slot("constant", index, f"constant{index}") for index in range(len(constants))]
     outputs = _separate_mutations(graph_module)
-    return normal_form(graph_module, slots, outputs, program, call, constants, method="trace")
+    return normal_form(
+        graph_module, slots, outputs, program, call, constants, method="guarded" if following else "trace"
+    )
 
 
 def _lifted_constants(graph_module: GraphModule) -> list[Tensor]:

@@ -15,7 +15,6 @@ from gramfx.errors import (
     BatchSizeError,
     CaptureMismatchError,
     CoupledObjectivesWarning,
-    DataDependentError,
     InputError,
     ObjectiveError,
     StaticBatchWarning,
@@ -320,12 +319,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]
     "strided": (lambda m, x: pooled(m.hidden(x)).sum(1), lambda: (strided(),), UnsupportedError, "layout=torch.jagged"),
     "holes": (lambda m, x: pooled(m.hidden(x)).sum(1), lambda: (narrowed(),), UnsupportedError, "contiguous"),
     "nested objectives": (lambda m, x: m.first(x), lambda: (nested(3),), ObjectiveError, "to_padded_tensor"),
-    "sizes as numbers": (
-        lambda m, x: torch.stack([one.sum() for one in m.first(x).unbind()]),
-        lambda: (nested(3),),
-        DataDependentError,
-        "shapes",
-    ),
     "no derivative in torch": (
         lambda m, x: m.first(x).max(1)[0].sum(1),
         lambda: (nested(3),),

@@ -133,15 +133,17 @@ def test_one_capture_for_all_batch_sizes(kind: str) -> None:
 class Packed(nn.Module):
     """Reads a packed sequence; ``counted`` uses its rows otherwise than row by row."""
 
-    def __init__(self, counted: bool) -> None:
+    def __init__(self, counted: bool, total: bool = True, ordered: bool = True) -> None:
         super().__init__()
         self.layer, self.counted = nn.GRU(3, 4, batch_first=True).double(), counted
+        self.total, self.ordered = total, ordered
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        out, _ = self.layer(pack_padded_sequence(x, lengths, batch_first=True))
+        out, _ = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.ordered))
         if self.counted:
             out = out._replace(data=out.data / out.data.abs().mean())
-        return pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0].square().sum((1, 2))
+        padded, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1] if self.total else None)
+        return padded.square().sum((1, 2))
 
 
 def test_what_padding_holds_does_not_matter() -> None:
@@ -155,10 +157,24 @@ def test_what_padding_holds_does_not_matter() -> None:
     assert step.captures == 1
 
 
-def test_rows_of_padding_that_are_counted_are_refused() -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("total", [False, True])
+def test_packed_lengths_change(total: bool, ordered: bool) -> None:
+    torch.manual_seed(0)
+    model = Packed(False, total, ordered)
+    step = gramfx.transform(model, compile=False)
+    for lengths in ([5, 5, 5], [5, 4, 1], [4, 4, 2]):
+        given = torch.randn(3, 5, 3, dtype=torch.float64), torch.tensor(lengths)
+        rows = reference.jacobian(model(*given), reference.trainable(model))
+        assert reference.relative_error(step(*given)[1], rows @ rows.T) <= 1e-12
+    assert step.captures == (1 if total else 2)
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_rows_of_padding_that_are_counted_are_refused(total: bool) -> None:
     """Also where the first batch has no padding, and nothing shows on it."""
     with pytest.raises(DataDependentError, match="how many rows") as raised:
-        gramfx.transform(Packed(True), compile=False)(
+        gramfx.transform(Packed(True, total), compile=False)(
             torch.randn(3, 5, 3, dtype=torch.float64), torch.tensor([5, 5, 5])
         )
     assert "test_recurrence.py" in str(raised.value.where) and "total_length" in str(raised.value.remedy)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gramfx
-from gramfx import api
+from gramfx import kept
 from gramfx.errors import RecaptureWarning
 from tests import reference
 
@@ -62,8 +62,8 @@ def test_sizes_change_from_call_to_call() -> None:
 
 
 def test_no_more_is_kept_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MOST_CAPTURES", 3)
-    monkeypatch.setattr(api, "MANY_CAPTURES", 2)
+    monkeypatch.setattr(kept, "MOST_CAPTURES", 3)
+    monkeypatch.setattr(kept, "MANY_CAPTURES", 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()
     step = gramfx.transform(model, lambda out: out.sum((1, 2)), compile=False)
