@@ -8,8 +8,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from gramfx.agreement import confirm, probe_of, settle
 from gramfx.artifacts import record
-from gramfx.capture import capture, confirm, probe_of, settle
+from gramfx.capture import capture
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.distributed import Averaging

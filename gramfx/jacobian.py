@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gramfx.autograd import Node, contiguous_all, reached_from
-from gramfx.capture import TOLERANCE
+from gramfx.eager import TOLERANCE
 from gramfx.errors import CoupledObjectivesError, DenseJacobianWarning, InputError, VerificationError
 from gramfx.regions import SINGLE, Mode, batch_rows
 from gramfx.source import warn_user
