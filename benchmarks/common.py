@@ -36,10 +36,19 @@ class MeasurementFailed(RuntimeError):
         self.reason = " ".join(" ".join(lines[starts[-1] if starts else -1 :]).split())
 
 
-def own_process(module: str, job: str, env: Mapping[str, str] | None = None, **given: Any) -> Any:
-    """What ``job`` of ``benchmarks.<module>`` returns for these arguments, from a process of its own."""
+def own_process(
+    module: str, job: str, env: Mapping[str, str] | None = None, *, seconds: float | None = None, **given: Any
+) -> Any:
+    """What ``job`` of ``benchmarks.<module>`` returns for these arguments, from a process of its own.
+
+    seconds: how long it may take.
+    """
     command = [sys.executable, "-m", f"benchmarks.{module}", "--only", job, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    whole = {**os.environ, **(env or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=whole, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        raise MeasurementFailed(f"TimeoutError: {late.timeout:.0f} seconds were not enough") from late
     if done.returncode:
         raise MeasurementFailed(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])

@@ -42,29 +42,33 @@ def squared_error(output: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(output, targets, reduction="none").flatten(1).mean(1)
 
 
-def alexnet(batch: int = 32) -> Workload:
-    """The layers of torchvision's AlexNet on images of 224 x 224."""
+def alexnet(batch: int = 32, part: int = 1, pixels: int = 224) -> Workload:
+    """The layers of torchvision's AlexNet; of its widths, one ``part``-th."""
+    widths = [width // part for width in (64, 192, 384, 256, 4096, 1000)]
+    first, second, third, fourth, hidden, classes = widths
     features = nn.Sequential(
-        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
-        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
-        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
-        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(3, first, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(second, third, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(third, fourth, 3, padding=1), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(fourth, fourth, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
     )
     classifier = nn.Sequential(
-        *(nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True)),
-        *(nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
-        nn.Linear(4096, 1000),
+        *(nn.Dropout(), nn.Linear(fourth * 6 * 6, hidden), nn.ReLU(inplace=True)),
+        *(nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU(inplace=True)),
+        nn.Linear(hidden, classes),
     )
     model = nn.Sequential(features, nn.AdaptiveAvgPool2d((6, 6)), nn.Flatten(), classifier)
-    return Workload(model, (torch.randn(batch, 3, 224, 224),), torch.randint(1000, (batch,)), cross_entropy)
+    images, labels = torch.randn(batch, 3, pixels, pixels), torch.randint(classes, (batch,))
+    return Workload(model, (images,), labels, cross_entropy)
 
 
-def transformer(batch: int = 8, dropout: float = 0.1) -> Workload:
-    """``nn.Transformer`` as it comes, from 10 tokens to 20."""
-    source, target = torch.randn(batch, 10, 512), torch.randn(batch, 20, 512)
-    model = nn.Transformer(batch_first=True, dropout=dropout)
-    return Workload(model, (source, target), torch.randn(batch, 20, 512), squared_error)
+def transformer(batch: int = 8, dropout: float = 0.1, part: int = 1) -> Workload:
+    """``nn.Transformer`` as it comes, from 10 tokens to 20; of its widths and depth, one ``part``-th."""
+    width, depth = 512 // part, max(1, 6 // part)
+    source, target = torch.randn(batch, 10, width), torch.randn(batch, 20, width)
+    model = nn.Transformer(width, 8, depth, depth, 2048 // part, dropout, batch_first=True)
+    return Workload(model, (source, target), torch.randn(batch, 20, width), squared_error)
 
 
 def mlp(batch: int = 64) -> Workload:
@@ -79,10 +83,18 @@ class LanguageModel(nn.Module):
     mask: Tensor
     places: Tensor
 
-    def __init__(self, vocabulary: int = 50257, width: int = 256, layers: int = 4, tokens: int = 64) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 50257,
+        width: int = 256,
+        layers: int = 4,
+        tokens: int = 64,
+        heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
@@ -100,6 +112,14 @@ def lm(batch: int = 8) -> Workload:
     """A tied language model on 64 tokens."""
     words = torch.randint(50257, (batch, 65))
     return Workload(LanguageModel(), (words[:, :-1],), words[:, 1:], cross_entropy)
+
+
+def gpt2(batch: int = 8, tokens: int = 256, part: int = 1) -> Workload:
+    """The sizes of GPT-2 small, on fewer tokens and without dropout; of vocabulary, width and depth one ``part``-th."""
+    vocabulary, layers, heads = 50257 // part, max(1, 12 // part), max(1, 12 // part)
+    model = LanguageModel(vocabulary, 64 * heads, layers, tokens, heads, dropout=0.0)
+    words = torch.randint(vocabulary, (batch, tokens + 1))
+    return Workload(model, (words[:, :-1],), words[:, 1:], cross_entropy)
 
 
 def convolutions(batch: int = 16) -> Workload:
@@ -151,6 +171,17 @@ SMALL: dict[str, Callable[..., Workload]] = {
 LOOPS: dict[str, Callable[..., Workload]] = {"lstm": lstm}
 #: For peers that cannot draw random numbers.
 CALM: dict[str, Callable[..., Workload]] = {"transformer_without_dropout": partial(transformer, dropout=0.0)}
+#: For a GPU, at the batch sizes that occupy it, and so small that any machine runs them.
+LARGE: dict[str, Callable[..., Workload]] = {
+    "alexnet": partial(alexnet, 128),
+    "transformer": partial(transformer, 256, 0.0),
+    "gpt2": partial(gpt2, 16),
+}
+TINY: dict[str, Callable[..., Workload]] = {
+    "alexnet": partial(alexnet, 3, part=16, pixels=64),
+    "transformer": partial(transformer, 3, 0.0, part=32),
+    "gpt2": partial(gpt2, 3, tokens=8, part=200),
+}
 
 
 def workload(name: str, batch: int | None = None, device: str = "cpu") -> Workload:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gramfx.devices import cuda_devices, reproducible
 from gramfx.discovery import Recorder
 from gramfx.distributed import wrappers_of, wrappers_passed
 from gramfx.errors import (
@@ -50,9 +51,9 @@ class Reference:
 @contextlib.contextmanager
 def random_state_kept(program: Program, call: Call) -> Iterator[None]:
     """Put torch's random state back; raise :class:`CaptureError` where Python's own was used."""
-    devices = {tensor.device for tensor in (*call.tensors, *program.parameters()) if tensor.is_cuda}
+    devices = cuda_devices((*call.tensors, *program.loose, *program.parameters(), *program.buffers()))
     state = random.getstate()
-    with torch.random.fork_rng(list(devices)), torch.enable_grad():
+    with reproducible(devices), torch.enable_grad():
         try:
             yield
             moved = random.getstate() != state

@@ -149,7 +149,9 @@ class _Pull:
         """Cotangents of one objective a sample, ``before * after`` times, and which regions keep samples apart."""
         key = (before, batch, after)
         if key not in self.singles:
-            found, apart = [], [node.region.batched and node.ctx.batch == batch for node in self.nodes]
+            found: list[list[list[Tensor]]] = []
+            mine = [node.region.batched and node.ctx.batch == batch for node in self.nodes]
+            alike: list[list[Tensor]] = [[] for _ in self.nodes]
             for index in range(before * after):
                 rows = torch.zeros(before, batch, after, dtype=torch.float64)
                 rows[index // after, :, index % after] = 1
@@ -158,10 +160,11 @@ class _Pull:
                 for scales in _scales(batch, self.objectives.dtype):
                     seed = (rows * scales.reshape(1, -1, 1)).to(self.objectives).reshape(self.objectives.shape)
                     scaled = self.pulled(seed)
-                    apart = [
-                        still and _apart(node, one, other, scales)
-                        for still, node, one, other in zip(apart, self.nodes, ones, scaled, strict=True)
-                    ]
+                    for number, (node, one, other) in enumerate(zip(self.nodes, ones, scaled, strict=True)):
+                        told = _alike(node, one, other, scales) if mine[number] else ()
+                        alike[number] += [flag.to(self.objectives.device) for flag in told]
+            # Read all at once: on a GPU each reading is waited for.
+            apart = [flag and all(torch.stack(told).tolist()) for flag, told in zip(mine, alike, strict=True)]
             self.singles[key] = (found, apart)
         return self.singles[key]
 
@@ -190,21 +193,18 @@ def _scales(batch: int, dtype: torch.dtype) -> Iterator[Tensor]:
         yield torch.pow(2.0, (order // base**digit % base).double())
 
 
-def _apart(node: Node, ones: Sequence[Tensor], scaled: Sequence[Tensor], scales: Tensor) -> bool:
+def _alike(node: Node, ones: Sequence[Tensor], scaled: Sequence[Tensor], scales: Tensor) -> Iterator[Tensor]:
     """Whether the cotangents of ``Σ r_b y_b`` are those of ``Σ y_b``, rows scaled by ``r``, bit for bit."""
     for place, one, other in zip(node.region.places, ones, scaled, strict=True):
         if place is None:
-            if bool(one.count_nonzero()) or bool(other.count_nonzero()):
-                return False
+            yield ~(one.any() | other.any())
             continue
         shape = [1] * one.dim()
         shape[place] = -1
         want = one * scales.to(one).reshape(shape)
         # Below the smallest normal number a power of two rounds as well.
-        tiny = (other - want).abs() <= torch.finfo(one.dtype).tiny * scales.max()
-        if not bool(((other == want) | tiny | (other.isnan() & want.isnan())).all()):
-            return False
-    return True
+        tiny = (other - want).abs() <= torch.finfo(one.dtype).tiny * float(scales.max())
+        yield ((other == want) | tiny | (other.isnan() & want.isnan())).all()
 
 
 def _confirm(node: Node, mode: Mode, found: Tensor, held: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gramfx.devices import allocated
 from gramfx.graph import arguments, results, value
 from gramfx.sketch import evaluated
 
@@ -100,11 +101,12 @@ def _walk(
 
 
 def nbytes(storage: Storage, batch: int) -> int:
-    """The size of a tensor that a node makes."""
+    """What the device's allocator gives out for a tensor that a node makes."""
     node, index = storage
     held = value(node)
     tensor = held[index] if isinstance(held, (tuple, list)) else held
-    return int(tensor.dtype.itemsize * math.prod(evaluated(size, batch) for size in tensor.shape))
+    size = int(tensor.dtype.itemsize * math.prod(evaluated(size, batch) for size in tensor.shape))
+    return allocated(size, tensor.device)
 
 
 def touched(node: Node, batch: int) -> int:

@@ -94,8 +94,8 @@ class Compiled:
     def gradient(self) -> Runnable:
         """From what was kept, or replayed, as planned; made when first asked for."""
         if self._gradient is None:
-            kept = self.lowering.kept if self.plan.gradient == "kept" else None
-            self._gradient = self._boxed(kept.graph_module) if kept else self._replayed()
+            graph_module = gradient_graph(self.lowering)
+            self._gradient = self._boxed(graph_module) if graph_module else self._replayed()
         return self._gradient
 
     def _boxed(self, graph_module: GraphModule) -> Runnable:
@@ -107,16 +107,28 @@ class Compiled:
         return lambda tensors: compiled(*(tensor.contiguous() for tensor in tensors))
 
     def _replayed(self) -> Runnable:
-        """Traced and compiled as the step is; a symbolic batch that a trace cannot keep is replayed op by op."""
-        replay, fakes = replayed_gradient(self.lowering.stages["canonical"], self.lowering.draws)
-        size = fake_batch_size(self.lowering.stages["canonical"])
-        if not is_symbolic(size):
-            return self._boxed(trace(replay, fakes))
-        try:
-            traced = trace(replay, fakes)
-        except Exception:
-            traced = None
-        return self._boxed(traced) if traced and is_symbolic(size) else lambda tensors: replay(*tensors)
+        replay, _ = replayed_gradient(self.lowering.stages["canonical"], self.lowering.draws)
+        return lambda tensors: replay(*tensors)
+
+
+def gradient_graph(lowering: Lowering) -> GraphModule | None:
+    """``(*slots, *saved, weights) -> gradients``, from what was kept or replayed, as planned.
+
+    ``None`` where a trace of the replay cannot keep the symbolic batch: then it has to run op by op.
+    """
+    assert lowering.plan is not None
+    if lowering.plan.gradient == "kept" and lowering.kept is not None:
+        return lowering.kept.graph_module
+    canonical = lowering.stages["canonical"]
+    replay, fakes = replayed_gradient(canonical, lowering.draws)
+    size = fake_batch_size(canonical)
+    if not is_symbolic(size):
+        return trace(replay, fakes)
+    try:
+        traced = trace(replay, fakes)
+    except Exception:
+        return None
+    return traced if is_symbolic(size) else None
 
 
 class _Objectives(torch.autograd.Function):

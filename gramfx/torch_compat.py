@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -350,9 +351,11 @@ def jagged_parts(tensor: Any) -> JaggedParts | str:
     offsets = tensor.offsets()
     if tensor.lengths() is not None:
         return "one with lengths of its own, as torch.nested.narrow makes"
-    if int(offsets[0]) or int(offsets[-1]) != tensor._values.shape[tensor._ragged_idx - 1]:
+    # Once: on a GPU it is waited for.
+    places: list[int] = offsets.tolist()
+    if places[0] or places[-1] != tensor._values.shape[tensor._ragged_idx - 1]:
         return "one whose samples are not all of its rows"
-    lengths: list[int] = offsets.diff().tolist() or [0]
+    lengths = [end - start for start, end in itertools.pairwise(places)] or [0]
     shortest, longest = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
     if min(lengths) < 0 or (longest is not None and longest < max(lengths)):
         return f"one with samples of {min(lengths)} to {max(lengths)} rows and a max_seqlen of {longest}"
@@ -695,14 +698,18 @@ def repeated(function: Callable[..., Any], ops: Iterable[Any], in_dims: tuple[in
 
 
 def compile_graph(graph_module: GraphModule, *, random: bool) -> Callable[..., Any]:
-    """Inductor's compilation of a flat ATen graph; ``random`` keeps torch's own random number generator."""
+    """Inductor's compilation of a flat ATen graph; ``random`` keeps torch's own random number generator.
+
+    CUDA graphs, where they are switched on for all of Inductor, stay off: what one run returns would be overwritten by
+    the next, and outside of ``torch.compile`` nothing tells Inductor whose backward is still to come.
+    """
     fakes = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    options = {"fallback_random": True} if random else {}
+    options = {"triton.cudagraphs": False, **({"fallback_random": True} if random else {})}
     with torch.no_grad(), tracing_quirks():
         # Imported here: it takes seconds, and warns about torch itself.
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(graph_module, fakes, config_patches=options or None)
+        compiled: Any = compile_fx(graph_module, fakes, config_patches=options)
         return compiled
 
 

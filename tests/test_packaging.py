@@ -18,9 +18,17 @@ SOURCES = sorted([*ROOT.glob("gramfx/*.py"), *ROOT.glob("gramfx/*/*.py")])
 #: Lowest first. A file imports only from layers below its own, or from its own, never in a circle.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "axes", "constants", "forms", "source"),
-    ("terms", "machine"),
+    ("terms", "machine", "devices"),
     ("torch_compat", "align", "plan", "pairwise_pieces", "pairwise_tiles"),
-    ("recurrence_kernels", "trials", "distributed", "pairwise_aten", "pairwise_kernels", "pairwise_mend"),
+    (
+        "recurrence_kernels",
+        "trials",
+        "distributed",
+        "pairwise_aten",
+        "pairwise_kernels",
+        "pairwise_mend",
+        "cuda_compat",
+    ),
     ("functions",),
     ("recurrence", "pairwise_launch"),
     ("pairwise",),
@@ -43,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "regions"),
     ("kept",),
     ("api", "autograd"),
-    ("jacobian",),
+    ("jacobian", "cross"),
     ("inside", "engine"),
     ("backend",),
     ("",),

@@ -35,6 +35,20 @@ class Stage(StrEnum):
     JOINT, GRAMIAN, PLANNED, LOWERED = "joint", "gramian", "planned", "lowered"
 
 
+class Shown(StrEnum):
+    """What ``dump`` can show: a stage, or what Inductor makes of the last one."""
+
+    CAPTURED, CANONICAL, SEPARATED, BATCHED = "captured", "canonical", "separated", "batched"
+    JOINT, GRAMIAN, PLANNED, LOWERED = "joint", "gramian", "planned", "lowered"
+    INDUCTOR = "inductor"
+
+
+class Device(StrEnum):
+    """What ``dump`` can compile for."""
+
+    CPU, CUDA = "cpu", "cuda"
+
+
 class Precision(StrEnum):
     """What ``check`` can compute in."""
 
@@ -105,13 +119,19 @@ def _dump(
     inputs: InputOption,
     targets: TargetOption = [],  # noqa: B006 - typer copies it
     objective: ObjectiveOption = None,
-    stage: Annotated[Stage, typer.Option(help="The stage to show; of a page, the one it opens with.")] = Stage.PLANNED,
+    stage: Annotated[
+        Shown,
+        typer.Option(help="The stage to show; of a page, the one it opens with. inductor: the source of all kernels."),
+    ] = Shown.PLANNED,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Every stage.")] = False,
     format: Annotated[Format, typer.Option(help="How to show it.")] = Format.TEXT,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; several pictures: a folder.")] = None,
     diff: Annotated[
         tuple[Stage, Stage] | None, typer.Option(metavar="S1 S2", help="Show as text what changed between two stages.")
     ] = None,
+    device: Annotated[
+        Device, typer.Option(help="What to compile for. The stage inductor needs triton for cuda, and no GPU.")
+    ] = Device.CPU,
     memory_budget: BudgetOption = None,
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
@@ -122,8 +142,10 @@ def _dump(
 
     @carried_out(traceback)
     def run() -> None:
-        step = captured(target, objective, inputs, targets, quiet, memory_budget=memory_budget)
-        dump(step, target, Wanted(stage, all_stages, diff), format, output)
+        wanted = Wanted(stage, all_stages, diff, device)
+        place = wanted.place(format)
+        step = captured(target, objective, inputs, targets, quiet, place, memory_budget=memory_budget)
+        dump(step, target, wanted, format, output)
 
     run()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from torch import nn
 
 import gramfx
 from gramfx.api import Step
@@ -69,10 +70,11 @@ def _one_line(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def step_for(target: str, objective: str | None, inputs: Inputs, **options: Any) -> Step:
+def step_for(target: str, objective: str | None, inputs: Inputs, device: str = "cpu", **options: Any) -> Step:
     """A step for a target and inputs."""
+    model = model_of(target)
     return gramfx.transform(
-        model_of(target),
+        model.to(device) if isinstance(model, nn.Module) and device != "cpu" else model,
         objective_of(objective) if objective else None,
         in_dims=inputs.in_dims,
         compile=False,
@@ -82,12 +84,18 @@ def step_for(target: str, objective: str | None, inputs: Inputs, **options: Any)
 
 
 def captured(
-    target: str, objective: str | None, inputs: Sequence[str], targets: Sequence[str], quiet: bool, **options: Any
+    target: str,
+    objective: str | None,
+    inputs: Sequence[str],
+    targets: Sequence[str],
+    quiet: bool,
+    device: str = "cpu",
+    **options: Any,
 ) -> Step:
     """A target captured and planned for inputs as they are described; nothing runs."""
-    given = read_inputs(inputs, targets)
+    given = read_inputs(inputs, targets).to(device)
     with progress(f"making {target}", quiet):
-        step = step_for(target, objective, given, **options)
+        step = step_for(target, objective, given, device, **options)
         step.trial = False
     with progress(f"capturing {target}", quiet):
         return capture(step, given)

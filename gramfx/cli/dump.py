@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
 from gramfx import __version__
 from gramfx.api import Step
 from gramfx.cli.common import write
+from gramfx.cross import sources
 from gramfx.errors import InputError
 from gramfx.view import StageView, views
 from gramfx.view.dot import dot, svg
@@ -22,6 +24,8 @@ from gramfx.view.text import diff, lines, text
 
 #: Of the JSON format; changes where a field changes its meaning or goes.
 VERSION = 1
+#: What comes after the last stage.
+INDUCTOR = "inductor"
 _STYLES = {
     **{"parameter": "yellow", "use": "yellow", "input": "bold", "cotangent": "blue", "backward": "cyan"},
     **{"gramian": "bold green", "contraction": "green", "sum": "dim green"},
@@ -30,11 +34,27 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to show: ``stage``, or all of them, or the difference of two."""
+    """What to show: ``stage``, or all of them, or the difference of two; compiled for ``device``."""
 
     stage: str
-    every: bool
-    diff: tuple[str, str] | None
+    every: bool = False
+    diff: tuple[str, str] | None = None
+    device: str = "cpu"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is what Inductor makes of the last stage."""
+        return self.stage == INDUCTOR and not self.every and self.diff is None
+
+    def place(self, form: str) -> str:
+        """The device to capture on. Raises :class:`InputError` where there is no such output, or no such device."""
+        if self.stage == INDUCTOR and (form != "text" or not self.compiled):
+            alone = f"--stage {INDUCTOR} without --all-stages and --diff"
+            raise InputError("what Inductor writes is text", expected=alone, got=f"--format {form}")
+        there = self.device == "cpu" or torch.cuda.is_available()
+        if not there and not self.compiled:
+            raise InputError("there is no CUDA device", expected=f"--stage {INDUCTOR}, which needs none")
+        return self.device if there else "cpu"
 
     def of(self, stages: Mapping[str, StageView]) -> dict[str, StageView]:
         """The stages to show."""
@@ -43,6 +63,10 @@ class Wanted:
 
 def dump(step: Step, title: str, wanted: Wanted, form: str, output: Path | None) -> None:
     """Write what is wanted of a captured step."""
+    if wanted.compiled:
+        written = sources(step, wanted.device)
+        write("\n".join(f"# == {name}\n{one.source.strip()}\n" for name, one in written.items()), output)
+        return
     stages = views(step.lowering)
     if wanted.diff is not None:
         if form != "text":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ class Inputs:
     targets: tuple[Tensor, ...] | None
     in_dims: Any
     symbolic: bool
+
+    def to(self, device: str) -> Inputs:
+        """The same on a device."""
+        return replace(
+            self,
+            args=tuple(one.to(device) for one in self.args),
+            kwargs={name: one.to(device) for name, one in self.kwargs.items()},
+            targets=self.targets and tuple(one.to(device) for one in self.targets),
+        )
 
 
 def read_inputs(inputs: Sequence[str], targets: Sequence[str], batch: int | None = None) -> Inputs:
