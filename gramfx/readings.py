@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from gramfx.devices import cuda_devices
 from gramfx.errors import CaptureMismatchError
 from gramfx.graph import results
 
@@ -200,7 +201,7 @@ class Checked:
 @contextlib.contextmanager
 def draws_taken_back(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put the random state back as it was where a reading was another."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    devices = cuda_devices(tensors)
     before = torch.get_rng_state()
     each = {device: torch.cuda.get_rng_state(device) for device in devices}
     try:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from gramfx.captured import Captured
+from gramfx.devices import cuda_devices
 from gramfx.distributed import Averaging
 from gramfx.fitting import Lowering
 from gramfx.gradients import replayed_gradient, wanted_slots
@@ -77,7 +78,7 @@ class Compiled:
         if not self.captured.readings:
             return True
         tensors = [tensor.detach().contiguous() for tensor in self.captured.fetch(program, inputs)]
-        with torch.random.fork_rng({t.device for t in tensors if t.is_cuda}), torch.no_grad(), autocast_off():
+        with torch.random.fork_rng(cuda_devices(tensors)), torch.no_grad(), autocast_off():
             try:
                 self.run(*tensors)
             except ReadingChangedError:
