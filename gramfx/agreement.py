@@ -32,7 +32,7 @@ from gramfx.errors import (
     VerificationError,
 )
 from gramfx.functions import BACKWARD
-from gramfx.graph import target_name, where
+from gramfx.graph import arguments, target_name, where
 from gramfx.program import Call, Program
 from gramfx.recurrent import packed_lengths, shortened
 from gramfx.torch_compat import (
@@ -85,8 +85,10 @@ def _check_packing(captured: Captured, program: Program, call: Call) -> None:
     # What a capture that reads values serves is of sequences that are as long.
     change = functools.partial(shortened, longest=not captured.readings)
     try:
-        with lengths_replaced(change):
+        with lengths_replaced(change) as tried:
             reference = reference_of(program, call)
+        if not captured.readings and not all(tried) and any(arguments(node)[1] > 1 for node in marks):
+            raise mismatch("lengths", "sequences of more than one step", "none to try others with")
         _compare(captured, program, call, reference, _Shortened(captured.graph_module, change).run)
     except Exception as problem:
         raise DataDependentError(

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from gramfx.agreement import confirm, probe_of, settle
 from gramfx.artifacts import record
+from gramfx.attributes import plain_state, put_back
 from gramfx.capture import capture
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
@@ -215,7 +216,8 @@ class Step(nn.Module):
 
     def _make(self, call: Call, kept: list[Any], dynamic: bool, reads: bool) -> list[Made]:
         """Capture and lower, with a symbolic batch if asked for and possible, else for this batch size alone."""
-        before = tensor_attributes(self)
+        before, program = tensor_attributes(self), Program(self.model, self.objective)
+        found = plain_state(program)
         made, reason = None, ""
         if dynamic:
             try:
@@ -223,6 +225,7 @@ class Step(nn.Module):
             except Exception as problem:
                 # Whatever torch cannot do with a symbol it may do with a number; if not, that raises below.
                 reason = str(problem).partition("\n")[0]
+                put_back(found, program)
         static = made is None
         made = made or (*self._lowered(call, dynamic=False, reads=reads), kept)
         after = tensor_attributes(self)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from torch import Tensor, nn
+
 from gramfx.agreement import check, unmark_lengths
+from gramfx.attributes import changed, plain_state, put_back, read_values, run_anew
 from gramfx.captured import Captured
-from gramfx.discovery import attributes_kept
-from gramfx.eager import random_state_kept, reference_of, with_noise
+from gramfx.discovery import Attribute, attributes_kept, tensor_attributes
+from gramfx.eager import Reference, random_state_kept, reference_of, with_noise
 from gramfx.errors import (
     CaptureMismatchError,
     DataDependentError,
     GramfxError,
+    UnsupportedError,
 )
 from gramfx.export import by_export
 from gramfx.following import by_comparisons, by_values
@@ -37,10 +41,25 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True, 
     :class:`ObjectiveError` or :class:`NoTrainableParameterError` where there is nothing to differentiate.
     """
     program.call = call
-    with contextlib.nullcontext() if trial else _fakes_alone():
-        reference = reference_of(program, call)
+    before, tensors = plain_state(program), tensor_attributes(program)
+    try:
+        with contextlib.nullcontext() if trial else _fakes_alone():
+            reference = reference_of(program, call)
+        _refuse_carried_tensors(program, tensors)
+        lasting = not changed(before, plain_state(program))
+        with run_anew(before, program):
+            captured = _captured(program, call, reference, dynamic, trial, reads)
+    except BaseException:
+        put_back(before, program)
+        raise
+    captured.differentiable, captured.lasting = reference.differentiable, lasting and captured.lasting
+    return captured
+
+
+def _captured(program: Program, call: Call, reference: Reference, dynamic: bool, trial: bool, reads: bool) -> Captured:
     if trial:
         reference = with_noise(reference, program, call)
+    found = plain_state(program)
     failures: list[Exception] = []
     # Export does not follow a nested tensor that is made inside.
     others = () if reads else (by_tracing,) if call.nested else (by_export, by_tracing)
@@ -49,13 +68,13 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True, 
         if follows and not reads and (dynamic or not trial or not any(map(_may_read_values, failures))):
             break
         try:
-            with _traces_leave_nothing(program, call):
+            with _traces_leave_nothing(program, call), run_anew(found, program):
                 captured = method(program, call, dynamic)
+                captured.lasting = not read_values(program)
             _refuse_data_dependent(captured)
             if trial:
                 check(captured, program, call, reference)
             unmark_lengths(captured)
-            captured.differentiable = reference.differentiable
             return captured
         except Exception as error:
             final = isinstance(error, GramfxError) and not isinstance(error, (CaptureMismatchError, DataDependentError))
@@ -90,6 +109,18 @@ def _traces_leave_nothing(program: Program, call: Call) -> Iterator[None]:
         attributes_kept(program),
     ):
         yield
+
+
+def _refuse_carried_tensors(program: Program, before: dict[Attribute, tuple[nn.Module, Tensor]]) -> None:
+    """Raise where the forward read a tensor from an attribute that it then set anew."""
+    read, after = {id(tensor) for tensor in program.loose}, tensor_attributes(program)
+    for key, (module, tensor) in before.items():
+        if id(tensor) in read and (key not in after or after[key][1] is not tensor):
+            raise UnsupportedError(
+                "the forward carries a tensor from one call to the next in an attribute",
+                got=f"attribute {key[1]!r} of a {type(module).__name__}",
+                remedy="make it a buffer, and change it in place",
+            )
 
 
 def _refuse_data_dependent(captured: Captured) -> None:

@@ -80,6 +80,8 @@ class Captured:
     method: Literal["export", "trace", "guarded"]
     probe: Probe | None = None
     differentiable: tuple[bool, ...] = (True,)
+    #: Not where the forward leaves other attributes than it found: the next call finds those.
+    lasting: bool = True
     readings: list[Reading] = field(default_factory=list)
 
     def fetch(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-#: A namespace, and the names in it that hold plain values.
-Place = tuple[Mapping[str, Any], tuple[str, ...]]
+#: A namespace, and names in it that code mentions; None for all that it holds.
+Place = tuple[Mapping[str, Any], tuple[str, ...] | None]
+
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 
 
 def constants_of(code: type | FunctionType) -> Hashable:
-    """A key of the plain values that a class or a function reads now, without being given them."""
-    return tuple((name, _key(names.get(name))) for names, held in _places(code) for name in held)
+    """A key of the plain values, and containers of them, that a class or a function reads without being given them."""
+    return tuple(
+        (name, found)
+        for names, mentioned in _places(code)
+        for name in (mentioned or [name for name in names if not name.startswith("__")])
+        if (found := frozen(names.get(name))) is not None
+    )
 
 
-def _key(value: Any) -> tuple[type, Any]:
-    return type(value), value if isinstance(value, PLAIN) else None
+def frozen(value: Any) -> Hashable:
+    """A key of a plain value or a container of such; None for anything else.
+
+    Numbers go by how they are written: 0.0 is not -0.0, and nan is nan.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value
+    if isinstance(value, dict):
+        return dict, tuple((name if isinstance(name, PLAIN) else id(name), frozen(one)) for name, one in value.items())
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(frozen, value))
+    return (type(value), tuple(map(frozen, value))) if isinstance(value, _CONTAINERS) else None
 
 
 @functools.lru_cache(4096)
 def _places(root: type | FunctionType) -> tuple[Place, ...]:
-    """Where the code looks: its classes and their bases, and the globals that it and what it calls by name mention."""
+    """Where the code looks: its classes and their bases, the globals that it and what it calls by name mention, and the
+    modules that these are."""
     places: list[Place] = []
     seen: set[Any] = set()
     pending: list[Any] = [root]
@@ -38,19 +57,29 @@ def _places(root: type | FunctionType) -> tuple[Place, ...]:
         seen.add(thing)
         if isinstance(thing, FunctionType):
             names, held = thing.__globals__, tuple(_mentioned(thing.__code__))
-            pending += [names[name] for name in held if _is_users(names.get(name))]
+            values = [names[name] for name in held if name in names]
+            pending += filter(_is_users, values)
+            places += [(vars(one), held) for one in values if isinstance(one, ModuleType) and _is_theirs(one.__name__)]
+            places.append((names, tuple(name for name in held if _may_vary(names.get(name)))))
         else:
-            names, held = vars(thing), tuple(name for name in vars(thing) if not name.startswith("__"))
-            pending += [one for one in map(_function, names.values()) if one is not None]
+            pending += [one for one in map(_function, vars(thing).values()) if one is not None]
             pending += thing.__bases__
-        places.append((names, tuple(name for name in held if name in names and isinstance(names[name], PLAIN))))
-    return tuple(place for place in places if place[1])
+            places.append((vars(thing), None))
+    return tuple((names, held) for names, held in places if held is None or held)
+
+
+def _may_vary(value: Any) -> bool:
+    return isinstance(value, (*PLAIN, *_CONTAINERS))
 
 
 def _is_users(thing: Any) -> bool:
     if not isinstance(thing, (type, FunctionType)):
         return False
-    package = (getattr(thing, "__module__", None) or "").partition(".")[0]
+    return _is_theirs(getattr(thing, "__module__", None) or "")
+
+
+def _is_theirs(module: str) -> bool:
+    package = module.partition(".")[0]
     return package not in ("torch", "gramfx") and package not in sys.stdlib_module_names
 
 

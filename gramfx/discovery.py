@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.constants import PLAIN, constants_of
+from gramfx.constants import PLAIN, constants_of, frozen
 from gramfx.errors import UnsupportedError
 from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
 
@@ -131,9 +132,9 @@ def _forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
     """A key of an attribute: by value where it is plain, else by identity and what it holds that is plain."""
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (*PLAIN, set, frozenset)):
+        return frozen(value)
+    if isinstance(value, (list, tuple, deque)):
         return type(value), tuple(_frozen(one, kept) for one in value)
     if isinstance(value, dict):
         return type(value), tuple((str(name), _frozen(one, kept)) for name, one in value.items())
@@ -146,8 +147,10 @@ def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
         return id(value), constants_of(value)
     if getattr(value, "nbytes", _SMALL) < _SMALL and hasattr(value, "tobytes"):
         return id(value), value.tobytes()
-    inside = {} if callable(value) or isinstance(value, Tensor) else getattr(value, "__dict__", {})
-    return id(value), tuple((name, type(one), one) for name, one in inside.items() if isinstance(one, PLAIN))
+    inside = {} if isinstance(value, Tensor) else getattr(value, "__dict__", {})
+    slots = [name for one in type(value).__mro__ for name in getattr(one, "__slots__", ()) if hasattr(value, name)]
+    held = {**inside, **{name: getattr(value, name) for name in slots}}
+    return id(value), tuple((name, found) for name, one in held.items() if (found := frozen(one)) is not None)
 
 
 #: Arrays of fewer bytes are told apart by what they hold.

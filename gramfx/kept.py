@@ -25,7 +25,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, list[list[Made]]] = {}
-        self._many = False
+        self._many, self._passing = False, 0
 
     def __len__(self) -> int:
         return sum(map(len, self._made.values()))
@@ -39,9 +39,12 @@ class Captures:
                 yield one
 
     def add(self, key: Hashable, made: list[Made]) -> None:
-        """Keep a capture, and no more than ``MOST_CAPTURES``: those used last."""
-        self._made[key] = [*self._made.pop(key, []), made]
-        if len(self) == MANY_CAPTURES and not self._many:
+        """Keep a capture that lasts, and no more than ``MOST_CAPTURES``: those used last."""
+        if made[0][0].captured.lasting:
+            self._made[key] = [*self._made.pop(key, []), made]
+        else:
+            self._passing += 1
+        if len(self) + self._passing >= MANY_CAPTURES and not self._many:
             self._many = True
             warn_user(
                 RecaptureWarning(

@@ -82,31 +82,32 @@ class PaddedSizes:
 
 
 @torch.library.custom_op("gramfx::packed_lengths", mutates_args=())
-def packed_lengths(lengths: Tensor) -> Tensor:
-    """A copy: marks where the lengths of a packed sequence enter a graph."""
+def packed_lengths(lengths: Tensor, steps: int) -> Tensor:
+    """A copy: marks where the lengths of a packed sequence, padded to ``steps``, enter a graph."""
     return lengths.clone()
 
 
 @packed_lengths.register_fake
-def _(lengths: Tensor) -> Tensor:
+def _(lengths: Tensor, steps: int) -> Tensor:
     return torch.empty_like(lengths)
 
 
 def shortened(lengths: Tensor, longest: bool) -> Tensor:
-    """Half of each, rounded up: other lengths, of the same order, that fit into the same padding.
+    """Other lengths that fit into the same padding, down to 1 for the last sample: rows are missing in between.
 
-    longest: whether to shorten the longest too, the first of several.
+    What is in falling order stays so. longest: whether to shorten the longest too, the first of several.
     """
-    half = lengths - lengths // 2
-    own = torch.arange(lengths.shape[0], device=lengths.device) == lengths.argmax()
-    return half if longest else torch.where(own, lengths, half)
+    count = lengths.shape[0]
+    place = torch.arange(count, device=lengths.device)
+    less = 1 + (lengths - 1) * (count - 1 - place) // (count if longest else max(count - 1, 1))
+    return less if longest else torch.where(place == lengths.argmax(), lengths, less)
 
 
 def pack(source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, PaddedSizes]:
     """Time-major rows of all steps, padding included, which is zero: whatever was in it has no gradient."""
     source = source.transpose(0, 1) if batch_first else source
     steps, batch = source.shape[:2]
-    sizes = PaddedSizes(packed_lengths(lengths.to(source.device)), int(steps), batch)
+    sizes = PaddedSizes(packed_lengths(lengths.to(source.device), int(steps)), int(steps), batch)
     alive = _alive(sizes).reshape(steps, batch, *(1,) * (source.dim() - 2))
     source = torch.where(alive, source, torch.zeros((), dtype=source.dtype, device=source.device))
     return source.reshape(steps * batch, *source.shape[2:]), sizes

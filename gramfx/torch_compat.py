@@ -29,12 +29,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    unset_fake_temporarily,
 )
-from torch._subclasses.functional_tensor import disable_functional_mode as _disable_functional_mode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -51,6 +49,7 @@ from torch.nested._internal.nested_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -108,6 +107,7 @@ __all__ = [
     "packing_replaced",
     "pytree",
     "random_ops_seen",
+    "read_from_values",
     "repeated",
     "same_shape",
     "same_size",
@@ -192,6 +192,11 @@ def data_dependent(held: Any) -> bool:
     return any(bool(free_unbacked_symbols(leaf)) for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
 
 
+def read_from_values(held: Any) -> bool:
+    """Whether a trace's stand-in for a number stands for one that was read from a tensor."""
+    return isinstance(held, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(held))
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are equal at every batch size; comparing them by ``==`` would fix a symbolic one."""
     left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (a, b))
@@ -271,7 +276,7 @@ def on_fresh_fakes(function: Callable[..., Any], tensors: Sequence[Tensor], more
         return int(expression.xreplace(seen))
 
     kinds = [(tuple(map(number, t.shape)), t.dtype, t.device) for t in tensors]
-    with disable_proxy_modes_tracing(), unset_fake_temporarily(), _disable_functional_mode(), FakeTensorMode() as mode:
+    with _disable_current_modes(), FakeTensorMode() as mode:
         return function(mode, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds))
 
 
@@ -576,17 +581,26 @@ def packing_replaced(pack: Any, unpack: Any, run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lengths_replaced(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Pack sequences with other lengths than those asked for, which ``change`` gets in the order of the samples."""
+def lengths_replaced(change: Callable[[Tensor], Tensor]) -> Iterator[list[bool]]:
+    """Pack sequences with other lengths than those asked for, which ``change`` gets in the order of the samples.
+
+    Gives a list that says of each whether they are others.
+    """
     rnn, plain = torch.nn.utils.rnn, torch._VF
     changed: list[Tensor] = []
+    others: list[bool] = []
+
+    def replaced(lengths: Tensor) -> Tensor:
+        found = change(lengths)
+        others.append(not torch.equal(found, lengths))
+        return found
 
     class Torch:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
         def sort(self, lengths: Tensor, descending: bool) -> Any:
-            found = torch.sort(change(lengths), descending=descending)
+            found = torch.sort(replaced(lengths), descending=descending)
             changed.append(found[0])
             return found
 
@@ -596,10 +610,10 @@ def lengths_replaced(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
         def _pack_padded_sequence(self, source: Tensor, lengths: Tensor, batch_first: bool) -> Any:
             sorted_before = any(lengths is one for one in changed)
-            return plain._pack_padded_sequence(source, lengths if sorted_before else change(lengths), batch_first)
+            return plain._pack_padded_sequence(source, lengths if sorted_before else replaced(lengths), batch_first)
 
     with mock.patch.object(rnn, "torch", Torch()), mock.patch.object(rnn, "_VF", Functions()):
-        yield
+        yield others
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Models that read tensor values: captures by following one call, and what they are held against later."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gramfx
 from gramfx import kept
-from gramfx.errors import CoupledObjectivesWarning, DataDependentError, RecaptureWarning, StaticBatchWarning
-from tests.reference import differences, flat, jacobian, relative_error, snapshot
+from gramfx.errors import (
+    CoupledObjectivesWarning,
+    DataDependentError,
+    RecaptureWarning,
+    StaticBatchWarning,
+    UnsupportedError,
+)
+from tests.reference import differences, flat, jacobian, relative_error, snapshot, trainable
 
 Inputs = Sequence[Any]
 
@@ -335,3 +342,90 @@ def test_statistics_advance_once_where_only_a_trace_succeeds() -> None:
     check(step, model, (X,))
     check(step, model, (UP,))
     assert step.captures == 1
+
+
+class Counting(nn.Module):
+    """Changes with the number of its calls, which it keeps in a number and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.seen = nn.Linear(3, 2).double(), 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.layer(x).tanh().sum(1) * (1 if self.calls < 3 else 2) * len(self.seen)
+
+
+def test_what_a_forward_leaves_behind_is_left_once_a_call() -> None:
+    torch.manual_seed(0)
+    model, plain = Counting(), Counting()
+    plain.load_state_dict(model.state_dict())
+    step = gramfx.transform(model, compile=False)
+    for batch in (4, 4, 5, 5):
+        x = torch.randn(batch, 3, dtype=torch.float64)
+        rows = jacobian(plain(x), trainable(plain))
+        assert relative_error(step(x)[1], rows @ rows.T) <= 1e-12
+        assert (model.calls, model.seen) == (plain.calls, plain.seen)
+    assert step.captures == 0
+
+
+def test_what_a_forward_leaves_behind_is_plain() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(3, 2).double(), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            self.norm = hidden.norm().item()
+            return hidden.sum(1) * (2 if self.norm > 1 else 1)
+
+    model, x = Noting(), torch.randn(4, 3, dtype=torch.float64)
+    gramfx.transform(model, compile=False)(x)
+    assert type(model.norm) is float and model.norm == pytest.approx(model.layer(x).norm().item())
+
+
+def test_a_tensor_carried_over_is_refused() -> None:
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(3, 2).double(), torch.ones(2, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            out, self.last = (hidden * self.last).sum(1), hidden.detach().mean(0)
+            return out
+
+    model = Carrying()
+    with pytest.raises(UnsupportedError, match="carries a tensor"):
+        gramfx.transform(model, compile=False)(torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_a_comparison_counts_where_the_model_made_it() -> None:
+    """What was read first is compared only where what was read second lets it."""
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        first, second = x.sum().item(), y.sum().item()
+        return x * (2 if second > 0 and 1 / first > 0.1 else 1)
+
+    layer = nn.Linear(1, 1).double()
+    step = gramfx.transform(lambda x, y: forward(layer(x) * 0 + x + layer(x), y).sum(1), compile=False)
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    one = torch.ones(2, 1, dtype=torch.float64)
+    for x, y in ((one, one), (0 * one, -one), (one, -one)):
+        rows = jacobian(forward(layer(x) * 0 + x + layer(x), y).sum(1), trainable(layer))
+        assert relative_error(step(x, y)[1], rows @ rows.T) <= 1e-12
+
+
+def test_the_sign_of_zero_is_read() -> None:
+    layer = nn.Linear(1, 1).double()
+    step = gramfx.transform(
+        lambda x, sign: (layer(x) * (1 + 0.5 * math.copysign(1.0, sign.item()))).sum(1),
+        in_dims=(0, None),
+        compile=False,
+    )
+    x = torch.ones(2, 1, dtype=torch.float64)
+    factors = [step(x, torch.tensor(zero, dtype=torch.float64))[0].sum().item() for zero in (0.0, -0.0)]
+    assert factors[0] == pytest.approx(3 * factors[1])

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recurrent", "nested"),
     ("tree", "discovery", "graph", "arrays", "substitutes", "ragged"),
     ("factors", "sketch", "provenance", "program", "readings", "rules"),
+    ("attributes",),
     ("fused",),
     ("emit", "uses", "captured", "memory"),
     ("ops", "cost", "fallback", "export", "tracing", "sized"),

@@ -131,24 +131,24 @@ def test_one_capture_for_all_batch_sizes(kind: str) -> None:
 
 
 class Packed(nn.Module):
-    """Reads a packed sequence; ``counted`` uses its rows otherwise than row by row."""
+    """Reads a packed sequence; ``counted`` is done to its rows, and is more than row by row."""
 
-    def __init__(self, counted: bool, total: bool = True, ordered: bool = True) -> None:
+    def __init__(self, counted: Any, total: bool = True, ordered: bool = True) -> None:
         super().__init__()
         self.layer, self.counted = nn.GRU(3, 4, batch_first=True).double(), counted
         self.total, self.ordered = total, ordered
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         out, _ = self.layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.ordered))
-        if self.counted:
-            out = out._replace(data=out.data / out.data.abs().mean())
+        if self.counted is not None:
+            out = out._replace(data=self.counted(out.data))
         padded, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1] if self.total else None)
         return padded.square().sum((1, 2))
 
 
 def test_what_padding_holds_does_not_matter() -> None:
     torch.manual_seed(0)
-    model, lengths = Packed(False), torch.tensor([5, 4, 1])
+    model, lengths = Packed(None), torch.tensor([5, 4, 1])
     step = gramfx.transform(model, compile=False)
     source = torch.randn(3, 5, 3, dtype=torch.float64)
     wanted = step(source, lengths)[1]
@@ -161,7 +161,7 @@ def test_what_padding_holds_does_not_matter() -> None:
 @pytest.mark.parametrize("total", [False, True])
 def test_packed_lengths_change(total: bool, ordered: bool) -> None:
     torch.manual_seed(0)
-    model = Packed(False, total, ordered)
+    model = Packed(None, total, ordered)
     step = gramfx.transform(model, compile=False)
     for lengths in ([5, 5, 5], [5, 4, 1], [4, 4, 2]):
         given = torch.randn(3, 5, 3, dtype=torch.float64), torch.tensor(lengths)
@@ -170,11 +170,21 @@ def test_packed_lengths_change(total: bool, ordered: bool) -> None:
     assert step.captures == (1 if total else 2)
 
 
+COUNTED: dict[str, Any] = {
+    "mean": lambda rows: rows / rows.abs().mean(),
+    "place": lambda rows: rows * rows[5],
+    "first": lambda rows: rows * rows[:6].mean(),
+    "dropout": lambda rows: nn.functional.dropout(rows),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("total", [False, True])
-def test_rows_of_padding_that_are_counted_are_refused(total: bool) -> None:
+def test_rows_of_padding_that_are_counted_are_refused(total: bool, name: str) -> None:
     """Also where the first batch has no padding, and nothing shows on it."""
+    torch.manual_seed(0)
     with pytest.raises(DataDependentError, match="how many rows") as raised:
-        gramfx.transform(Packed(True, total), compile=False)(
+        gramfx.transform(Packed(COUNTED[name], total), compile=False)(
             torch.randn(3, 5, 3, dtype=torch.float64), torch.tensor([5, 5, 5])
         )
     assert "test_recurrence.py" in str(raised.value.where) and "total_length" in str(raised.value.remedy)
