@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gramfx.constants import PLAIN
+from gramfx.constants import PLAIN, frozen
 from gramfx.readings import Number
 from gramfx.torch_compat import read_from_values
 
@@ -64,15 +64,13 @@ def read_values(program: nn.Module) -> bool:
 
 
 def changed(before: State, after: State) -> bool:
-    """Whether the forward leaves other plain values than it found."""
-    if after.keys() - before.keys():
-        return True
-    pairs = ((before[key][1:], after[key][1:]) for key in after)
-    return any(
-        (one is not other and not (isinstance(one, PLAIN) and type(one) is type(other) and repr(one) == repr(other)))
-        or not _alike(held, now)
-        for (one, held), (other, now) in pairs
-    )
+    """Whether the forward leaves other plain values than it found, in attributes or in containers there."""
+    return any(key not in before or _known(before[key]) != _known(after[key]) for key in after)
+
+
+def _known(entry: tuple[nn.Module, Any, Any]) -> Any:
+    _, value, held = entry
+    return frozen(value if held is None else held)
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -370,6 +370,25 @@ def test_what_a_forward_leaves_behind_is_left_once_a_call() -> None:
     assert step.captures == 0
 
 
+def test_what_a_forward_makes_anew_does_not_last() -> None:
+    class Storing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.features = nn.Linear(3, 2).double(), list[Tensor]()
+            self.size: tuple[int, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.features, self.size = [], tuple(x.shape)
+            self.features.append(self.layer(x))
+            return self.features[0].sum(1)
+
+    step = gramfx.transform(Storing(), compile=False)
+    for _ in range(4):
+        step(torch.randn(4, 3, dtype=torch.float64))
+    # The first leaves another size than it finds.
+    assert step.captures == 1
+
+
 def test_what_a_forward_leaves_behind_is_plain() -> None:
     class Noting(nn.Module):
         def __init__(self) -> None:
