@@ -56,9 +56,10 @@ def exactness(model: str, compiled: bool, device: str) -> Row:
     if compiled:
         held.model.float()
     used = held if compiled else double
-    torch.backends.cudnn.allow_tf32 = False
-    losses, found = gramfx.transform(used.model, used.objective, compile=compiled)(*used.inputs, targets=used.targets)
-    losses.backward(weights.to(losses))
+    step = gramfx.transform(used.model, used.objective, compile=compiled)
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+        losses, found = step(*used.inputs, targets=used.targets)
+        losses.backward(weights.to(losses))
     return {"gramian": relative(found, gramian), "gradient": relative(_gradient(used), gradient)}
 
 
