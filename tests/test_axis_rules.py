@@ -308,6 +308,7 @@ def test_rules_agree_with_the_ops_gradients(name: str) -> None:
     assert not examine(name, "backward").wrong
 
 
+@pytest.mark.slow  # examines all over again what other processes have examined
 @pytest.mark.filterwarnings("ignore")
 def test_claims_are_many_and_false_alarms_few() -> None:
     """Rules that flagged everything would agree with every op: the claims must stay, the needless flags not grow."""
