@@ -57,9 +57,10 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True, 
 
 
 def _captured(program: Program, call: Call, reference: Reference, dynamic: bool, trial: bool, reads: bool) -> Captured:
-    if trial:
-        reference = with_noise(reference, program, call)
     found = plain_state(program)
+    if trial:
+        with run_anew(found, program):
+            reference = with_noise(reference, program, call)
     failures: list[Exception] = []
     # Export does not follow a nested tensor that is made inside.
     others = () if reads else (by_tracing,) if call.nested else (by_export, by_tracing)

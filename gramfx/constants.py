@@ -29,18 +29,26 @@ def constants_of(code: type | FunctionType) -> Hashable:
     )
 
 
-def frozen(value: Any) -> Hashable:
+#: Larger or deeper containers are told apart by identity and size.
+_MOST_ENTRIES, _DEEPEST = 1024, 4
+
+
+def frozen(value: Any, depth: int = 0) -> Hashable:
     """A key of a plain value or a container of such; None for anything else.
 
     Numbers go by how they are written: 0.0 is not -0.0, and nan is nan.
     """
+    if isinstance(value, _CONTAINERS) and (depth == _DEEPEST or len(value) > _MOST_ENTRIES):
+        return type(value), id(value), len(value)
     if isinstance(value, PLAIN):
         return type(value), repr(value) if isinstance(value, (float, complex)) else value
     if isinstance(value, dict):
-        return dict, tuple((name if isinstance(name, PLAIN) else id(name), frozen(one)) for name, one in value.items())
+        return dict, tuple(
+            (name if isinstance(name, PLAIN) else id(name), frozen(one, depth + 1)) for name, one in value.items()
+        )
     if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(map(frozen, value))
-    return (type(value), tuple(map(frozen, value))) if isinstance(value, _CONTAINERS) else None
+        return type(value), frozenset(frozen(one, depth + 1) for one in value)
+    return (type(value), tuple(frozen(one, depth + 1) for one in value)) if isinstance(value, _CONTAINERS) else None
 
 
 @functools.lru_cache(4096)

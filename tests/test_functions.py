@@ -141,6 +141,20 @@ class Outer(torch.autograd.Function):
             return torch.autograd.grad(Reversed.apply(x, 0.5).tanh(), x, gradient)
 
 
+class Chosen(torch.autograd.Function):
+    """Gives numbers of entries alone, which have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        chosen = x.argmax(1)
+        ctx.mark_non_differentiable(chosen)
+        return chosen
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
 Named: Any = type("réversed-1[int]", (Outer,), {})
 
 
@@ -162,6 +176,7 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "scaled": lambda m, x: m.second(Scaled.apply(m.first(x))),
     "centred": lambda m, x: m.second(Centred.apply(m.first(x).tanh())),
     "sized": sized,
+    "whole_numbers": lambda m, x: m.second(m.first(x)) * Chosen.apply(m.first(x)).unsqueeze(1),
     "nested": lambda m, x: m.second(Outer.apply(m.first(x))),
     "checkpointed": lambda m, x: m.second(checkpoint(lambda z: Outer.apply(m.first(z)), x, use_reentrant=False)),
     "odd_name": lambda m, x: m.second(Named.apply(m.first(x))),

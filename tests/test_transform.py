@@ -362,9 +362,13 @@ class Settings:
 EXPONENT = 1.0
 
 
+CYCLE: list[Any] = [1.0]
+CYCLE.append(CYCLE)
+
+
 def powered(x: Tensor) -> Tensor:
     """Reads a global."""
-    return x.abs() ** EXPONENT
+    return x.abs() ** (EXPONENT * CYCLE[0])
 
 
 def test_values_of_objects_classes_and_modules_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
