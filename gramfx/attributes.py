@@ -1,4 +1,4 @@
-"""The attributes that a forward sets on its modules: numbers, lists and the like, not parameters and buffers.
+"""What a forward leaves in its modules: numbers, lists, objects and the like, not parameters and buffers.
 
 A model that counts its calls, say, is run several times at a capture; afterwards it must have counted one.
 """
@@ -7,70 +7,136 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from gramfx.constants import PLAIN, frozen
+from gramfx.constants import DEEPEST, MOST_ENTRIES, fields, frozen
 from gramfx.readings import Number
 from gramfx.torch_compat import read_from_values
 
-_CONTAINERS = (list, dict, set, deque)
+_MUTABLE = (list, dict, set, deque)
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
-#: By module and name: the module, what the attribute is, and a copy of it where it can be changed in place.
-State = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
+
+@dataclass(frozen=True)
+class State:
+    """What modules hold, and the containers and objects that they reach.
+
+    values: a key of each attribute, by id of its module and name; held: each of them all with a copy of what it holds.
+    """
+
+    values: dict[tuple[int, str], Hashable]
+    held: dict[int, tuple[Any, Any]]
 
 
 def plain_state(program: nn.Module) -> State:
-    """Plain values, and containers with what they hold now, of all modules that a program runs."""
-    return {
-        (id(module), name): (module, value, value.copy() if isinstance(value, _CONTAINERS) else None)
-        for child in program.children()
-        for module in child.modules()
-        for name, value in _own(module).items()
-        if name not in _OF_EVERY_MODULE and isinstance(value, (*PLAIN, tuple, *_CONTAINERS))
-    }
+    """As things are now, in all modules that a program runs."""
+    modules = [module for child in program.children() for module in child.modules()]
+    values = {(id(module), name): _known(value) for module in modules for name, value in _own(module).items()}
+    return State(values, {id(holder): (holder, _contents(holder)) for holder in _holders(modules)})
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not torch's bookkeeping."""
+    """The attributes of a module that are neither torch's bookkeeping nor tensors.
+
+    Tensors are another matter: what is carried over in them shows in the graph.
+    """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return {}
-    if isinstance(module, nn.RNNBase):
-        return {name: value for name, value in vars(module).items() if not name.startswith("_flat_weight")}
-    return vars(module)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+        and not isinstance(value, (Tensor, nn.Module))
+        and not (isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"))
+    }
+
+
+def _contents(holder: Any) -> Any:
+    """A copy of what a module, a container or an object holds."""
+    if isinstance(holder, nn.Module):
+        return _own(holder)
+    return holder.copy() if isinstance(holder, _MUTABLE) else fields(holder)
+
+
+def _values(held: Any) -> Iterator[Any]:
+    yield from held.values() if isinstance(held, dict) else held
+
+
+def _holders(modules: list[nn.Module]) -> list[Any]:
+    """The modules, and the containers and objects that they reach. Into large containers it does not look."""
+    found: dict[int, Any] = {}
+    pending: list[Any] = list(modules)
+    while pending:
+        thing = pending.pop()
+        if isinstance(thing, tuple):
+            pending += thing
+        elif id(thing) not in found and (isinstance(thing, (nn.Module, *_MUTABLE)) or fields(thing) is not None):
+            found[id(thing)] = thing
+            held = _contents(thing)
+            pending += _values(held) if len(held) <= MOST_ENTRIES or isinstance(thing, nn.Module) else ()
+    return list(found.values())
 
 
 def put_back(state: State, program: nn.Module) -> None:
     """Let attributes be and hold what they did; remove those that were not there."""
-    for key, (module, _, _) in plain_state(program).items():
-        if key not in state:
-            delattr(module, key[1])
-    for (_, name), (module, value, held) in state.items():
-        # Tensors are another matter: what is carried over in them shows in the graph.
-        if vars(module).get(name) is not value and not isinstance(vars(module).get(name), Tensor):
-            setattr(module, name, value)
-        if held is not None and not _alike(value, held):
-            value.clear()
-            (value.update if isinstance(value, (dict, set)) else value.extend)(held)
+    for holder, held in state.held.values():
+        now = _contents(holder)
+        if _alike(now, held):
+            continue
+        if isinstance(holder, _MUTABLE):
+            holder.clear()
+            (holder.update if isinstance(holder, (dict, set)) else holder.extend)(held)
+        else:
+            _put_fields_back(holder, now, held)
 
 
-def read_values(program: nn.Module) -> bool:
-    """Whether a trace left in an attribute what stands for a number that was read from a tensor."""
-    held = (value for child in program.children() for module in child.modules() for value in vars(module).values())
-    return any(isinstance(value, Number) or read_from_values(value) for value in held)
+def _put_fields_back(holder: Any, now: dict[str, Any], held: dict[str, Any]) -> None:
+    # Frozen objects have no other way.
+    put, remove = (setattr, delattr) if isinstance(holder, nn.Module) else (object.__setattr__, object.__delattr__)
+    for name in now.keys() - held.keys():
+        remove(holder, name)
+    for name, value in held.items():
+        became_tensor = isinstance(holder, nn.Module) and isinstance(vars(holder).get(name), Tensor)
+        if not became_tensor and (name not in now or now[name] is not value):
+            put(holder, name, value)
+
+
+@contextlib.contextmanager
+def readings_left(program: nn.Module) -> Iterator[list[bool]]:
+    """Note for each run of the forward whether it left anywhere what stands for a number read from a tensor.
+
+    While a trace goes on: export puts attributes back when it ends.
+    """
+    left: list[bool] = []
+
+    def look(*_: Any) -> None:
+        modules = [module for child in program.children() for module in child.modules()]
+        held = (value for holder in _holders(modules) for value in _values(_contents(holder)))
+        left.append(any(isinstance(value, Number) or read_from_values(value) for value in held))
+
+    hook = program.register_forward_hook(look)
+    try:
+        yield left
+    finally:
+        hook.remove()
 
 
 def changed(before: State, after: State) -> bool:
-    """Whether the forward leaves other plain values than it found, in attributes or in containers there."""
-    return any(key not in before or _known(before[key]) != _known(after[key]) for key in after)
+    """Whether the forward leaves other plain values than it found, in attributes or in what these hold."""
+    return any(before.values.get(key) != value for key, value in after.values.items())
 
 
-def _known(entry: tuple[nn.Module, Any, Any]) -> Any:
-    _, value, held = entry
-    return frozen(value if held is None else held)
+def _known(value: Any, depth: int = 0) -> Hashable:
+    """A key of the plain values in an attribute, in containers there, and in the fields of objects."""
+    if isinstance(value, (tuple, list, deque, dict)) and depth < DEEPEST and len(value) <= MOST_ENTRIES:
+        names = tuple(map(frozen, value)) if isinstance(value, dict) else ()
+        return type(value), names, tuple(_known(one, depth + 1) for one in _values(value))
+    own = fields(value)
+    return frozen(value) if own is None else (type(value), tuple((name, frozen(one)) for name, one in own.items()))
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from gramfx.agreement import check, unmark_lengths
-from gramfx.attributes import changed, plain_state, put_back, read_values, run_anew
+from gramfx.attributes import changed, plain_state, put_back, readings_left, run_anew
 from gramfx.captured import Captured
 from gramfx.discovery import Attribute, attributes_kept, tensor_attributes
 from gramfx.eager import Reference, random_state_kept, reference_of, with_noise
@@ -69,9 +69,9 @@ def _captured(program: Program, call: Call, reference: Reference, dynamic: bool,
         if follows and not reads and (dynamic or not trial or not any(map(_may_read_values, failures))):
             break
         try:
-            with _traces_leave_nothing(program, call), run_anew(found, program):
+            with _traces_leave_nothing(program, call), run_anew(found, program), readings_left(program) as left:
                 captured = method(program, call, dynamic)
-                captured.lasting = not read_values(program)
+            captured.lasting = not any(left)
             _refuse_data_dependent(captured)
             if trial:
                 check(captured, program, call, reference)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def constants_of(code: type | FunctionType) -> Hashable:
 
 
 #: Larger or deeper containers are told apart by identity and size.
-_MOST_ENTRIES, _DEEPEST = 1024, 4
+MOST_ENTRIES, DEEPEST = 1024, 4
 
 
 def frozen(value: Any, depth: int = 0) -> Hashable:
@@ -38,7 +38,7 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
 
     Numbers go by how they are written: 0.0 is not -0.0, and nan is nan.
     """
-    if isinstance(value, _CONTAINERS) and (depth == _DEEPEST or len(value) > _MOST_ENTRIES):
+    if isinstance(value, _CONTAINERS) and (depth == DEEPEST or len(value) > MOST_ENTRIES):
         return type(value), id(value), len(value)
     if isinstance(value, PLAIN):
         return type(value), repr(value) if isinstance(value, (float, complex)) else value
@@ -49,6 +49,24 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(frozen(one, depth + 1) for one in value)
     return (type(value), tuple(frozen(one, depth + 1) for one in value)) if isinstance(value, _CONTAINERS) else None
+
+
+def fields(thing: Any) -> dict[str, Any] | None:
+    """What an object of a user's class holds, by name; None for anything else."""
+    if isinstance(thing, (type, FunctionType, torch.Tensor, torch.nn.Module)) or not _has_fields(type(thing)):  # type: ignore[arg-type]
+        return None
+    return inside(thing)
+
+
+def inside(thing: Any) -> dict[str, Any]:
+    """The attributes that an object itself holds, in its ``__dict__`` and its slots."""
+    slots = [name for one in type(thing).__mro__ for name in vars(one).get("__slots__", ()) if hasattr(thing, name)]
+    return {**getattr(thing, "__dict__", {}), **{name: getattr(thing, name) for name in slots}}
+
+
+@functools.lru_cache(4096)
+def _has_fields(kind: type) -> bool:
+    return kind is SimpleNamespace or _is_theirs(kind.__module__)
 
 
 @functools.lru_cache(4096)

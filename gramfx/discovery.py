@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.constants import PLAIN, constants_of, frozen
+from gramfx.constants import PLAIN, constants_of, frozen, inside
 from gramfx.errors import UnsupportedError
 from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
 
@@ -147,9 +147,7 @@ def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
         return id(value), constants_of(value)
     if getattr(value, "nbytes", _SMALL) < _SMALL and hasattr(value, "tobytes"):
         return id(value), value.tobytes()
-    inside = {} if isinstance(value, Tensor) else getattr(value, "__dict__", {})
-    slots = [name for one in type(value).__mro__ for name in getattr(one, "__slots__", ()) if hasattr(value, name)]
-    held = {**inside, **{name: getattr(value, name) for name in slots}}
+    held = {} if isinstance(value, Tensor) else inside(value)
     return id(value), tuple((name, found) for name, one in held.items() if (found := frozen(one)) is not None)
 
 

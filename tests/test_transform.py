@@ -1,6 +1,7 @@
 """The public interface as a user meets it."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import sys
@@ -350,6 +351,42 @@ def test_stored_activations_are_no_state_and_leave_no_fakes() -> None:
 def test_state_carried_in_an_attribute_is_refused() -> None:
     with pytest.raises(gramfx.errors.CaptureMismatchError, match="state kept between calls"):
         gramfx.transform(Stateful(carries=True), compile=False)(batch()[0])
+
+
+class Remembers(nn.Module):
+    """Carries a number that it read into the next call, ``within`` something it holds."""
+
+    def __init__(self, within: str) -> None:
+        super().__init__()
+        self.layer, self.within = nn.Linear(3, 3).double(), within
+        self.held: Any = {"object": Settings(), "nested": {"inner": [0.5, 0]}, "attribute": 0.5}[within]
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = x.max().item()
+        if self.within == "object":
+            known, self.held.scale = self.held.scale, largest
+        elif self.within == "nested":
+            known, self.held["inner"][0] = self.held["inner"][0], largest
+            self.held["inner"][1] += 1
+        else:
+            known, self.held = self.held, largest
+        return self.layer(x * known).square()
+
+
+@pytest.mark.parametrize("within", ["object", "nested", "attribute"])
+def test_numbers_carried_from_call_to_call_are_those_of_the_plain_model(within: str) -> None:
+    """Also where a call leaves the number that it found, so that nothing seems to change."""
+    model = Remembers(within)
+    plain = copy.deepcopy(model)
+    step = gramfx.transform(model, compile=False)
+    low, other, high = torch.full((4, 3), 0.5).double(), torch.linspace(0, 0.5, 12).reshape(4, 3).double(), batch()[0]
+    for x in (low, other, low, high, low, high):
+        outputs, gramian = step(x)
+        known = copy.deepcopy(plain)
+        assert reference.relative_error(gramian, wanted(known(x), known)) <= 1e-10
+        assert reference.relative_error(outputs, plain(x)) <= 1e-12
+        held, left = (vars(one.held) if within == "object" else one.held for one in (model, plain))
+        assert held == left
 
 
 class Settings:
