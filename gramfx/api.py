@@ -225,7 +225,7 @@ class Step(nn.Module):
             except Exception as problem:
                 # Whatever torch cannot do with a symbol it may do with a number; if not, that raises below.
                 reason = str(problem).partition("\n")[0]
-                put_back(found, program)
+                put_back(found)
         static = made is None
         made = made or (*self._lowered(call, dynamic=False, reads=reads), kept)
         after = tensor_attributes(self)

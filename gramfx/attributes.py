@@ -13,30 +13,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gramfx.constants import DEEPEST, MOST_ENTRIES, fields, frozen
+from gramfx.constants import PLAIN, fields, frozen, is_array
 from gramfx.readings import Number
 from gramfx.torch_compat import read_from_values
 
-_MUTABLE = (list, dict, set, deque)
+_CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict, set, frozenset, deque)
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(frozen=True)
 class State:
-    """What modules hold, and the containers and objects that they reach.
+    """What modules hold, and the containers, arrays and objects that they reach.
 
-    values: a key of each attribute, by id of its module and name; held: each of them all with a copy of what it holds.
+    held: each of them all by id, with a copy of what it holds; values: what is plain among that, in the same order.
     """
 
-    values: dict[tuple[int, str], Hashable]
     held: dict[int, tuple[Any, Any]]
+    values: tuple[Hashable, ...]
 
 
 def plain_state(program: nn.Module) -> State:
     """As things are now, in all modules that a program runs."""
-    modules = [module for child in program.children() for module in child.modules()]
-    values = {(id(module), name): _known(value) for module in modules for name, value in _own(module).items()}
-    return State(values, {id(holder): (holder, _contents(holder)) for holder in _holders(modules)})
+    held = {id(holder): (holder, _contents(holder)) for holder in _holders(program)}
+    return State(held, tuple(_plain(holder, contents) for holder, contents in held.values()))
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -56,41 +55,61 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(holder: Any) -> Any:
-    """A copy of what a module, a container or an object holds."""
+    """A copy of what a module, a container, an array or an object holds; None for anything else."""
     if isinstance(holder, nn.Module):
         return _own(holder)
-    return holder.copy() if isinstance(holder, _MUTABLE) else fields(holder)
+    if is_array(holder):
+        return holder.copy()
+    base = next((one for one in _CONTAINERS if isinstance(holder, one)), None)
+    # Containers of a user's class may not copy as their base does.
+    return fields(holder) if base is None else base(holder.items() if base is dict else holder)
 
 
-def _values(held: Any) -> Iterator[Any]:
-    yield from held.values() if isinstance(held, dict) else held
+def _values(contents: Any) -> Iterator[Any]:
+    if not is_array(contents):
+        yield from contents.values() if isinstance(contents, dict) else contents
 
 
-def _holders(modules: list[nn.Module]) -> list[Any]:
-    """The modules, and the containers and objects that they reach. Into large containers it does not look."""
+def _plain(holder: Any, contents: Any) -> Hashable:
+    """A key of the plain values in a holder; of the rest it says the types."""
+    if is_array(contents):
+        return contents.dtype, contents.shape, contents.tobytes()
+    names = tuple(map(frozen, contents)) if isinstance(contents, dict) else ()
+    return type(holder), names, tuple(frozen(one) if isinstance(one, PLAIN) else type(one) for one in _values(contents))
+
+
+def _holders(program: nn.Module) -> list[Any]:
+    """The modules of a program, and the containers, arrays and objects that they reach, in an order of their own."""
     found: dict[int, Any] = {}
-    pending: list[Any] = list(modules)
+    pending: list[Any] = list(program.children())
     while pending:
         thing = pending.pop()
-        if isinstance(thing, tuple):
-            pending += thing
-        elif id(thing) not in found and (isinstance(thing, (nn.Module, *_MUTABLE)) or fields(thing) is not None):
+        if isinstance(thing, PLAIN) or id(thing) in found:
+            continue
+        contents = _contents(thing)
+        if contents is not None:
             found[id(thing)] = thing
-            held = _contents(thing)
-            pending += _values(held) if len(held) <= MOST_ENTRIES or isinstance(thing, nn.Module) else ()
+            pending += _values(contents)
+        if isinstance(thing, nn.Module):
+            pending += thing.children()
     return list(found.values())
 
 
-def put_back(state: State, program: nn.Module) -> None:
-    """Let attributes be and hold what they did; remove those that were not there."""
+def put_back(state: State) -> None:
+    """Let everything hold what it did."""
     for holder, held in state.held.values():
         now = _contents(holder)
         if _alike(now, held):
             continue
-        if isinstance(holder, _MUTABLE):
+        if is_array(holder):
+            holder[...] = held
+        elif isinstance(holder, (dict, set)):
             holder.clear()
-            (holder.update if isinstance(holder, (dict, set)) else holder.extend)(held)
-        else:
+            holder.update(held)
+        elif isinstance(holder, (list, deque)):
+            holder.clear()
+            holder.extend(held)
+        elif not isinstance(holder, (tuple, frozenset)):
             _put_fields_back(holder, now, held)
 
 
@@ -114,8 +133,7 @@ def readings_left(program: nn.Module) -> Iterator[list[bool]]:
     left: list[bool] = []
 
     def look(*_: Any) -> None:
-        modules = [module for child in program.children() for module in child.modules()]
-        held = (value for holder in _holders(modules) for value in _values(_contents(holder)))
+        held = (value for holder in _holders(program) for value in _values(_contents(holder)))
         left.append(any(isinstance(value, Number) or read_from_values(value) for value in held))
 
     hook = program.register_forward_hook(look)
@@ -126,23 +144,14 @@ def readings_left(program: nn.Module) -> Iterator[list[bool]]:
 
 
 def changed(before: State, after: State) -> bool:
-    """Whether the forward leaves other plain values than it found, in attributes or in what these hold."""
-    return any(before.values.get(key) != value for key, value in after.values.items())
-
-
-def _known(value: Any, depth: int = 0) -> Hashable:
-    """A key of the plain values in an attribute, in containers there, and in the fields of objects."""
-    if isinstance(value, (tuple, list, deque, dict)) and depth < DEEPEST and len(value) <= MOST_ENTRIES:
-        names = tuple(map(frozen, value)) if isinstance(value, dict) else ()
-        return type(value), names, tuple(_known(one, depth + 1) for one in _values(value))
-    own = fields(value)
-    return frozen(value) if own is None else (type(value), tuple((name, frozen(one)) for name, one in own.items()))
+    """Whether the forward leaves other plain values than it found."""
+    return before.values != after.values
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether containers hold the same things, compared by identity: equality of tensors is no answer."""
-    if a is None or b is None:
-        return a is b
+    """Whether holders held the same things, compared by identity: equality of tensors is no answer."""
+    if is_array(a):
+        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, dict):
         return list(map(id, a)) == list(map(id, b)) and list(map(id, a.values())) == list(map(id, b.values()))
     return [id(one) for one in a] == [id(one) for one in b]
@@ -152,8 +161,8 @@ def _alike(a: Any, b: Any) -> bool:
 def run_anew(before: State, program: nn.Module) -> Iterator[None]:
     """Run the forward once more from what it found, and leave what it left the first time."""
     after = plain_state(program)
-    put_back(before, program)
+    put_back(before)
     try:
         yield
     finally:
-        put_back(after, program)
+        put_back(after)

@@ -50,7 +50,7 @@ def capture(program: Program, call: Call, *, dynamic: bool, trial: bool = True, 
         with run_anew(before, program):
             captured = _captured(program, call, reference, dynamic, trial, reads)
     except BaseException:
-        put_back(before, program)
+        put_back(before)
         raise
     captured.differentiable, captured.lasting = reference.differentiable, lasting and captured.lasting
     return captured

@@ -58,6 +58,12 @@ def fields(thing: Any) -> dict[str, Any] | None:
     return inside(thing)
 
 
+def is_array(thing: Any) -> bool:
+    """Whether something is an array of numpy's, or a subclass of such."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.ndarray)
+
+
 def inside(thing: Any) -> dict[str, Any]:
     """The attributes that an object itself holds, in its ``__dict__`` and its slots."""
     slots = [name for one in type(thing).__mro__ for name in vars(one).get("__slots__", ()) if hasattr(thing, name)]

@@ -4,8 +4,11 @@ import collections
 import copy
 import dataclasses
 import functools
+import operator
 import sys
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -389,11 +392,49 @@ def test_numbers_carried_from_call_to_call_are_those_of_the_plain_model(within: 
         assert held == left
 
 
+def put(holder: Any, at: Any, value: Any) -> None:
+    """Set an item, or an attribute."""
+    (setattr if isinstance(at, str) else operator.setitem)(holder, at, value)
+
+
+#: What a forward counts in, and how.
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "object": (lambda: SimpleNamespace(n=0), lambda held: put(held, "n", held.n + 1)),
+    "object in an object": (lambda: [Settings()], lambda held: put(held[0], "scale", held[0].scale + 1)),
+    "nothing yet": (lambda: SimpleNamespace(), lambda held: put(held, "n", getattr(held, "n", 0) + 1)),
+    "deep list": (lambda: [[[[[[0]]]]]], lambda held: put(held[0][0][0][0][0], 0, held[0][0][0][0][0][0] + 1)),
+    "long list": (lambda: [0] * 2000, lambda held: put(held, 7, held[7] + 1)),
+    "large set": (lambda: set(range(2000)), lambda held: held.add(len(held))),
+    "array": (lambda: np.zeros(2), lambda held: put(held, 0, held[0] + 1)),
+    "deque": (lambda: collections.deque([0], maxlen=1), lambda held: held.append(held[0] + 1)),
+}
+
+
+@pytest.mark.parametrize("within", COUNTERS)
+def test_a_forward_counts_once_a_call_wherever_it_counts(within: str) -> None:
+    make, count = COUNTERS[within]
+
+    class Counts(nn.Linear):
+        held: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            count(self.held)
+            return super().forward(x).square()
+
+    model, held = Counts(3, 3).double(), make()
+    model.held = make()
+    step = gramfx.transform(model, compile=False)
+    for _ in range(3):
+        step(batch()[0])
+        count(held)
+        assert repr(model.held) == repr(held)
+
+
+@dataclasses.dataclass
 class Settings:
     """Values that a model reads of an object."""
 
-    def __init__(self) -> None:
-        self.scale = 1.0
+    scale: float = 1.0
 
 
 EXPONENT = 1.0
