@@ -25,6 +25,7 @@ from gramfx.functions import checkpoints_run
 from gramfx.nested import Differentiable
 from gramfx.program import Call, Program, user_name
 from gramfx.torch_compat import (
+    failures_unlogged,
     flat_weights_kept,
 )
 
@@ -80,7 +81,7 @@ def trainable(program: Program) -> dict[int, tuple[str, Tensor]]:
 def reference_of(program: Program, call: Call, last_bits: bool = False) -> Reference:
     """What the model gives for a call; ``last_bits``: with other last bits of its parameters."""
     try:
-        with random_state_kept(program, call):
+        with random_state_kept(program, call), failures_unlogged():
             return _run_eagerly(program, call, last_bits)
     except RuntimeError as problem:
         if not call.nested:

@@ -27,6 +27,7 @@ from gramfx.torch_compat import (
     in_functorch,
     is_checkpoint,
     is_symbolic,
+    is_torchs_own,
     pytree,
 )
 from gramfx.trials import refused, returned_by
@@ -108,7 +109,7 @@ def functions_recorded() -> Iterator[None]:
     global _recording
     before, _recording = _recording, {}
     try:
-        with functions_replaced(_recorded):
+        with functions_replaced(_recorded, _Kept):
             yield
     finally:
         _recording = before
@@ -138,8 +139,12 @@ def _run_checkpoint(run: Callable[..., Any], preserves_random_state: bool, *args
 def _recorded(cls: type, *args: Any, **kwargs: Any) -> Any:
     if is_checkpoint(cls):
         return _run_checkpoint(*args)
-    if cls.__module__.partition(".")[0] == "torch":
+    if is_torchs_own(cls):
         return function_applied(cls, *args, **kwargs)
+    return _run(*_function_of(cls, args, kwargs))
+
+
+def _function_of(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[UserFunction, list[Tensor]]:
     if in_functorch():
         raise refused(_named(cls), "a torch.func transform runs over it, where no graph keeps its backward")
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -147,9 +152,12 @@ def _recorded(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError("a hand-written Function is given a size that depends on the batch size", got=cls.__name__)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    function = UserFunction(cls, tree, plain, _wanted(tensors), autocast_state())
+    return UserFunction(cls, tree, plain, _wanted(tensors), autocast_state()), tensors
+
+
+def _run(function: UserFunction, tensors: list[Tensor]) -> Any:
     with _as_written():
-        kept, shape = returned_by(_named(cls), function, tensors, function.wanted)
+        kept, shape = returned_by(_named(function.cls), function, tensors, function.wanted)
     made = _op_of(function, sum(leaf is Tensor for leaf in kept))(*tensors)
     left = iter(made if isinstance(made, (tuple, list)) else [made])
     return pytree.tree_unflatten([next(left) if leaf is Tensor else leaf for leaf in kept], shape)
@@ -217,6 +225,32 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         found = ctx.function.backward(*ctx.saved_tensors, *cotangents)
         return None, None, *(found if isinstance(found, tuple) else (found,))
+
+
+class _Kept(torch.autograd.Function):
+    """A call by a kept ``cls.apply`` in a capture: the op, with what autograd wants for each argument and output."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: type, *args: Any) -> Any:
+        ctx.function, tensors = _function_of(cls, args, {})
+        ctx.save_for_backward(*tensors)
+        made = _run(ctx.function, tensors)
+        ctx.given, ctx.made = _held(args), _held(made if isinstance(made, tuple) else (made,))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        pairs = zip(ctx.made, cotangents, strict=True)
+        wanted = [c if alone else None for (alone, count), c in pairs for _ in range(count)]
+        found = ctx.function.backward(*ctx.saved_tensors, *wanted)
+        left = iter(found if isinstance(found, tuple) else (found,))
+        gradients = [[next(left) for _ in range(count)] for _, count in ctx.given]
+        return tuple(ours[0] if alone else None for ours, (alone, _) in zip(gradients, ctx.given, strict=True))
+
+
+def _held(values: tuple[Any, ...]) -> list[tuple[bool, int]]:
+    """Of each value whether it is a tensor, and how many tensors it holds."""
+    return [(isinstance(v, Tensor), sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v))) for v in values]
 
 
 def _looked_into(op: Any, function: UserFunction) -> Callable[..., Any]:

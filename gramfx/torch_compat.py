@@ -80,6 +80,7 @@ __all__ = [
     "data_dependent",
     "does_more_than_average",
     "export_program",
+    "failures_unlogged",
     "fake_batch_size",
     "fake_mode_of",
     "flat_weights_kept",
@@ -91,6 +92,7 @@ __all__ = [
     "is_checkpoint",
     "is_jagged_template",
     "is_symbolic",
+    "is_torchs_own",
     "is_wrapped",
     "jagged",
     "jagged_from",
@@ -242,19 +244,62 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-_Single: Any = torch.autograd.function._SingleLevelFunction
+_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
+#: Until torch 2.13 ``Function.apply`` calls that of its base class; from 2.14 on it is the engine's own entry.
+_APPLY_IS_ENTRY = torch.autograd.Function.__dict__["apply"] is _APPLY
+_APPLIER: Any = torch.autograd.Function if _APPLY_IS_ENTRY else torch.autograd.function._SingleLevelFunction
 
 
 def function_applied(cls: type, *args: Any, **kwargs: Any) -> Any:
     """``cls.apply(*args, **kwargs)`` of an autograd Function, whatever replaces that."""
-    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
+    return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
-    """Let calls of autograd Functions be calls of ``apply(cls, *args, **kwargs)``, also by a kept ``cls.apply``."""
-    with mock.patch.object(_Single, "apply", classmethod(apply), create=True):
+def functions_replaced(apply: Callable[..., Any], kept: Any = None) -> Iterator[None]:
+    """Let calls of autograd Functions be calls of ``apply(cls, *args, **kwargs)``.
+
+    A ``cls.apply`` that the user kept may be the engine's own entry, which looks like no call of ours; there the user's
+    Function becomes ``kept``, another Function, whose forward is given the class before the arguments.
+    """
+    lookup = _entered_as(kept) if kept and _APPLY_IS_ENTRY else type.__getattribute__
+    with (
+        mock.patch.object(_APPLIER, "apply", classmethod(apply), create=True),
+        mock.patch.object(torch.autograd.function.FunctionMeta, "__getattribute__", lookup),
+    ):
         yield
+
+
+def is_torchs_own(cls: type) -> bool:
+    """Whether a class is defined by torch."""
+    return cls.__module__.partition(".")[0] == "torch"
+
+
+def _entered_as(kept: Any) -> Callable[[Any, str], Any]:
+    """What the engine's entry finds in a Function, with that of ``kept`` in its place.
+
+    The entry makes a context of ``_backward_cls``, then calls ``forward``, with the context where the class has no
+    ``setup_context`` to call after it. It switches gradients off for that, and on again, where no trace sees it.
+    """
+    entered: dict[tuple[Any, str], Any] = {}
+
+    def lookup(cls: Any, name: str) -> Any:
+        if name == "_backward_cls" and not (is_torchs_own(cls) or cls.__module__ == kept.__module__):
+            context, gradients = kept._backward_cls(), torch.is_grad_enabled()
+            plain = cls.setup_context is torch.autograd.Function.setup_context
+
+            def forward(*args: Any) -> Any:
+                with torch._C.DisableTorchFunction():
+                    torch._C._set_grad_enabled(gradients)
+                return kept.forward(context, cls, *args[1 if plain else 0 :])
+
+            entered[cls, "forward"] = forward
+            if not plain:
+                entered[cls, "setup_context"] = lambda *_: None
+            return lambda: context
+        return entered.pop((cls, name), None) or type.__getattribute__(cls, name)
+
+    return lookup
 
 
 def is_checkpoint(cls: type) -> bool:
@@ -455,6 +500,19 @@ def fake_batch_size(graph_module: GraphModule) -> Any:
 
 
 @contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Let torch raise what fails on tensors without numbers, and not log it as well."""
+    loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
+    try:
+        for logger in loud:
+            logger.disabled = True
+        yield
+    finally:
+        for logger in loud:
+            logger.disabled = False
+
+
+@contextlib.contextmanager
 def tracing_quirks() -> Iterator[None]:
     """What torch 2.13 needs to trace right.
 
@@ -469,18 +527,13 @@ def tracing_quirks() -> Iterator[None]:
     _functorch._set_vmap_fallback_warning_enabled(False)
     # By default only frames of functions named forward are kept, and a user's helpers are not.
     all_frames = property(lambda tracer: False, lambda tracer, only_forward: None)
-    loud = [logger for logger in map(logging.getLogger, _LOUD) if not logger.disabled]
+    frames = mock.patch.object(PythonKeyTracer, "_record_forward_stack_traces_only", all_frames)
     try:
-        for logger in loud:
-            logger.disabled = True
-        frames = mock.patch.object(PythonKeyTracer, "_record_forward_stack_traces_only", all_frames)
-        with frames, warnings.catch_warnings():
+        with failures_unlogged(), frames, warnings.catch_warnings():
             # The model's own warnings were shown by its eager run; the rest is torch about torch.
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger in loud:
-            logger.disabled = False
         _functorch._set_vmap_fallback_warning_enabled(True)
         torch.backends.opt_einsum.enabled = path_search
         table.update(held)
