@@ -47,7 +47,7 @@ SYSTEMS = ("plain", "gramfx", "torchjd")
 #: A peer takes each tensor that a module is given for a batch, also the mask and the places that samples share.
 REFUSED = {("gpt2", "torchjd")}
 #: The memory that the largest batch has to fit in.
-LIMIT, DRY_LIMIT = 16 * 2**30, 4 * 2**20
+LIMIT, DRY_LIMIT = 16 * 2**30, 2**20
 #: The largest relative errors of what is exact, in double precision and in float32.
 ERRORS = {False: 1e-8, True: 1e-3}
 #: Under this many seconds no part is begun.
