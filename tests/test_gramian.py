@@ -32,11 +32,7 @@ def test_replayed_with_the_same_draws(architecture: Architecture) -> None:
     exact(outcome, architecture.tolerance(torch.float64))
 
 
-#: With no batch every architecture once more takes minutes: one in three runs always, the others with ``-m slow``.
-ONCE_MORE = [dataclasses.replace(a, slow=bool(number % 3)) for number, a in enumerate(a for a in FLOAT64 if not a.slow)]
-
-
-@pytest.mark.parametrize("architecture", parameters(ONCE_MORE))
+@pytest.mark.parametrize("architecture", parameters([a for a in FLOAT64 if not a.slow], always=5))
 def test_with_no_batch(architecture: Architecture) -> None:
     outcome = run(architecture, in_dims=None)
     exact(outcome, architecture.tolerance(torch.float64))

@@ -79,6 +79,10 @@ def named(name: str) -> Architecture:
     return next(entry for entry in ARCHITECTURES if entry.name == name)
 
 
-def parameters(table: Sequence[Architecture] = ARCHITECTURES) -> list[Any]:
-    """The table for `pytest.mark.parametrize`: ids are names, slow entries carry the mark `slow`."""
-    return [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if e.slow else []) for e in table]
+def parameters(table: Sequence[Architecture] = ARCHITECTURES, always: int = 1) -> list[Any]:
+    """The table for `pytest.mark.parametrize`: ids are names, slow entries carry the mark `slow`.
+
+    Where the whole table takes minutes, one entry in `always` runs always and the others are slow too.
+    """
+    slow = [entry.slow or number % always != 0 for number, entry in enumerate(table)]
+    return [pytest.param(e, id=e.name, marks=[pytest.mark.slow] if s else []) for e, s in zip(table, slow, strict=True)]
