@@ -17,7 +17,7 @@ from gramfx.discovery import Attribute, modules_of, state_key, tensor_attributes
 from gramfx.distributed import Averaging
 from gramfx.errors import InputError, StaticBatchWarning
 from gramfx.fitting import Lowering, Planning, replanned
-from gramfx.kept import Captures, Made
+from gramfx.kept import Captures, Families, Made
 from gramfx.measure import fastest_measured
 from gramfx.passes.plan_contractions import fastest_predicted
 from gramfx.pipeline import STAGES, lower
@@ -75,8 +75,7 @@ class Step(nn.Module):
         #: Whether new captures and plans are tried against the model itself; ``capture`` runs nothing without.
         self.trial = True
         self._captures = Captures()
-        self._seen: dict[Hashable, int | None] = {}
-        self._static: set[Hashable] = set()
+        self._families = Families()
         self._assigned: set[Attribute] = set()
         self._last: Compiled | None = None
 
@@ -204,14 +203,16 @@ class Step(nn.Module):
 
     def _wants_dynamic(self, call: Call, family: Hashable) -> bool:
         size = call.batch_size
-        if size is None or size < 2 or self._dynamic is False or family in self._static:
+        if size is None or size < 2 or self._dynamic is False:
+            return False
+        first = self._families.first(family, size)
+        if first is None:
             return False
         if call.nested:
-            self._static.add(family)
+            self._families.fix(family)
             if self._dynamic:
                 warn_user(StaticBatchWarning("one capture per batch of nested tensors: the number of rows is baked in"))
             return False
-        first = self._seen.setdefault(family, size)
         return bool(self._dynamic) or first != size
 
     def _make(self, call: Call, kept: list[Any], dynamic: bool, reads: bool) -> list[Made]:
@@ -233,7 +234,7 @@ class Step(nn.Module):
         family, exact, _ = self._keys(call)
         self._captures.add((False, exact) if static else (True, family), [made])
         if dynamic and static:
-            self._static.add(family)
+            self._families.fix(family)
             if self._dynamic:
                 warn_user(StaticBatchWarning(f"one capture per batch size: {reason}"))
         return [made]

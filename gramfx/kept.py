@@ -15,6 +15,33 @@ Made = tuple[Compiled, Program, list[Any]]
 
 #: How many captures a step keeps, and after how many it says that there are many.
 MOST_CAPTURES, MANY_CAPTURES = 64, 16
+#: Of how many kinds of calls a step knows whether their batch size changes.
+MOST_FAMILIES = 1024
+
+
+class Families:
+    """Calls that differ in batch size alone: the size that came first, or ``None`` where a graph is of one size only.
+
+    Of the kinds seen last; a kind that comes back after many others is new.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, int | None] = {}
+
+    def first(self, family: Hashable, size: int) -> int | None:
+        """The size that was seen first, ``size`` where this is the first."""
+        return self._kept(family, self._first.get(family, size))
+
+    def fix(self, family: Hashable) -> None:
+        """One graph a size from now on."""
+        self._kept(family, None)
+
+    def _kept(self, family: Hashable, size: int | None) -> int | None:
+        self._first.pop(family, None)
+        self._first[family] = size
+        if len(self._first) > MOST_FAMILIES:
+            del self._first[next(iter(self._first))]
+        return size
 
 
 class Captures:
