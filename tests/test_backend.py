@@ -87,7 +87,7 @@ def check(architecture: Architecture) -> None:
     assert reference.relative_error(got, weights @ jacobian) <= architecture.tolerance(torch.float64)
 
 
-@pytest.mark.parametrize("architecture", parameters([a for a in SOME if not a.slow]))
+@pytest.mark.parametrize("architecture", parameters([a for a in SOME if not a.slow], always=2))
 def test_some_architectures(architecture: Architecture) -> None:
     check(architecture)
 

@@ -65,7 +65,7 @@ SYMBOLIC = [
 ]
 
 
-@pytest.mark.parametrize("architecture", parameters(SYMBOLIC[::6], always=2))
+@pytest.mark.parametrize("architecture", parameters(SYMBOLIC[::6], always=4))
 def test_a_symbolic_batch_is_exact(architecture: Architecture) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gramfx.errors.StaticBatchWarning)

@@ -128,7 +128,7 @@ STEPS: dict[str, Callable[[Composition, int, Tensor, int], Tensor]] = {
 }
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 10**6)), min_size=2, max_size=8),
     shape=st.sampled_from([(BATCH, 4), (BATCH, 2, 4), (BATCH, 2, 3)]),

@@ -20,7 +20,13 @@ def test_there_are_examples() -> None:
     assert [path.stem for path in EXAMPLES] == names
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+#: Those that Inductor compiles several graphs for.
+LONG = {"pinn"}
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(e, id=e.stem, marks=[pytest.mark.slow] if e.stem in LONG else []) for e in EXAMPLES]
+)
 def test_example_runs_from_anywhere(path: Path, tmp_path: Path) -> None:
     """In a process and a folder of its own, warnings as errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -15,7 +15,7 @@ FLOAT64 = [a for a in ARCHITECTURES if torch.float64 in a.dtypes]
 ANSWERED = [c for c in CASES if c.expect == "gramian" and not c.deferred]
 
 
-@pytest.mark.parametrize("architecture", parameters(FLOAT64))
+@pytest.mark.parametrize("architecture", parameters(FLOAT64, always=3))
 def test_with_the_batch_known(architecture: Architecture) -> None:
     outcome = run(architecture)
     exact(outcome, architecture.tolerance(torch.float64))
@@ -32,7 +32,7 @@ def test_replayed_with_the_same_draws(architecture: Architecture) -> None:
     exact(outcome, architecture.tolerance(torch.float64))
 
 
-@pytest.mark.parametrize("architecture", parameters([a for a in FLOAT64 if not a.slow], always=5))
+@pytest.mark.parametrize("architecture", parameters([a for a in FLOAT64 if not a.slow], always=10))
 def test_with_no_batch(architecture: Architecture) -> None:
     outcome = run(architecture, in_dims=None)
     exact(outcome, architecture.tolerance(torch.float64))

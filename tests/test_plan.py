@@ -84,6 +84,10 @@ MODELS: dict[str, Entry] = {
 }
 
 
+#: Where there is no room, what a model goes through is planned many times.
+OFTEN_PLANNED = [pytest.param(name, marks=pytest.mark.slow) if name == "through" else name for name in MODELS]
+
+
 def made(name: str, batch: int) -> tuple[nn.Module, Tensor, Objective, Tensor]:
     """A model, its input, its objective and the Gramian by autograd."""
     build, inputs, objective = MODELS[name]
@@ -116,7 +120,7 @@ def kept_promise(step: gramfx.Step, budget: int) -> bool:
 
 
 @pytest.mark.parametrize("batch", [16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OFTEN_PLANNED)
 def test_no_budget_is_broken(name: str, batch: int) -> None:
     for budget in (0, 20_000):
         step = attempt(name, batch, budget)
@@ -124,7 +128,7 @@ def test_no_budget_is_broken(name: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OFTEN_PLANNED)
 def test_the_least_budget_named_in_an_error_is_enough_and_needed(name: str, batch: int) -> None:
     refused = attempt(name, batch, 0)
     if isinstance(refused, MemoryBudgetError):
@@ -175,6 +179,7 @@ def test_anything_else_is_no_plan(text: str) -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.slow
 def test_a_tightening_budget_makes_the_largest_rows_in_blocks_first() -> None:
     torch.manual_seed(0)
     layers = (weight_norm(nn.Linear(64, 96)), nn.Tanh(), weight_norm(nn.Linear(96, 32)))

@@ -43,7 +43,7 @@ def by_autograd(separated: GraphModule, tensors: list[Tensor], learned: list[Ten
     return total
 
 
-@pytest.mark.parametrize("architecture", parameters(CHOSEN, always=2))
+@pytest.mark.parametrize("architecture", parameters(CHOSEN, always=6))
 def test_separate_uses_do_not_meet(architecture: Architecture) -> None:
     loaded = load(architecture, torch.float64)
     step = gramfx.transform(
