@@ -23,6 +23,7 @@ import torch.fx._symbolic_trace
 import torch.nn.utils.rnn
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._export.utils import _is_preservable_cia_op
 from torch._logging._internal import LazyTraceHandler, trace_log, trace_structured
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -559,7 +560,22 @@ def export_program(
             program, tuple(tensors), dynamic_shapes=(shapes,) if dynamic else None, strict=False
         )
         _keep_stop_gradients(exported.graph_module)
-        return exported.run_decompositions(decompositions | {aten._weight_norm.default: _weight_norm})
+        return _functional(exported, decompositions | {aten._weight_norm.default: _weight_norm})
+
+
+def _functional(exported: Any, decompositions: dict[Any, Callable[..., Any]]) -> Any:
+    """``exported.run_decompositions(decompositions)``, which keeps composite ops whole where they are functional.
+
+    Torch prepares every composite op that it has for that, in a quarter of a second. Where none of the decompositions
+    is of the graph, only the ops in the graph can come up.
+    """
+    modules = [module for module in exported.graph_module.modules() if isinstance(module, GraphModule)]
+    met = {node.target for module in modules for node in module.graph.nodes if node.op == "call_function"}
+    if not met.isdisjoint(decompositions):
+        return exported.run_decompositions(decompositions)
+    composite = {op for op in met if isinstance(op, torch._ops.OpOverload) and _is_preservable_cia_op(op)}
+    with mock.patch.object(torch.export.exported_program, "_collect_all_valid_cia_ops", lambda: composite):
+        return exported.run_decompositions({})
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
