@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gramfx.constants import PLAIN, fields, frozen, is_array
+from gramfx.constants import PLAIN, contents_of, fields, frozen, is_array
 from gramfx.readings import Number
 from gramfx.torch_compat import read_from_values
 
-_CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict, set, frozenset, deque)
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
@@ -60,9 +59,8 @@ def _contents(holder: Any) -> Any:
         return _own(holder)
     if is_array(holder):
         return holder.copy()
-    base = next((one for one in _CONTAINERS if isinstance(holder, one)), None)
-    # Containers of a user's class may not copy as their base does.
-    return fields(holder) if base is None else base(holder.items() if base is dict else holder)
+    held = contents_of(holder)
+    return fields(holder) if held is None else held
 
 
 def _values(contents: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 #: A namespace, and names in it that code mentions; None for all that it holds.
 Place = tuple[Mapping[str, Any], tuple[str, ...] | None]
 
-_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, dict, deque)
 
 
 def constants_of(code: type | FunctionType) -> Hashable:
@@ -38,17 +38,33 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
 
     Numbers go by how they are written: 0.0 is not -0.0, and nan is nan.
     """
-    if isinstance(value, _CONTAINERS) and (depth == DEEPEST or len(value) > MOST_ENTRIES):
-        return type(value), id(value), len(value)
     if isinstance(value, PLAIN):
         return type(value), repr(value) if isinstance(value, (float, complex)) else value
-    if isinstance(value, dict):
+    base = base_of(value)
+    if base is None:
+        return None
+    if depth == DEEPEST or base.__len__(value) > MOST_ENTRIES:
+        return type(value), id(value), base.__len__(value)
+    if base is dict:
         return dict, tuple(
-            (name if isinstance(name, PLAIN) else id(name), frozen(one, depth + 1)) for name, one in value.items()
+            (name if isinstance(name, PLAIN) else id(name), frozen(one, depth + 1)) for name, one in dict.items(value)
         )
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(frozen(one, depth + 1) for one in value)
-    return (type(value), tuple(frozen(one, depth + 1) for one in value)) if isinstance(value, _CONTAINERS) else None
+    each = (frozen(one, depth + 1) for one in base.__iter__(value))
+    return type(value), frozenset(each) if base in (set, frozenset) else tuple(each)
+
+
+def base_of(value: Any) -> Any:
+    """The type of Python's own that a container is of; None for anything else.
+
+    Containers are read as that has them: those of a user's class may load what they hold, or count, when asked.
+    """
+    return next((one for one in _CONTAINERS if isinstance(value, one)), None)
+
+
+def contents_of(container: Any) -> Any:
+    """A copy of what a container holds, of the type of Python's own; None for anything else."""
+    base = base_of(container)
+    return base if base is None else base(dict.items(container) if base is dict else base.__iter__(container))
 
 
 def fields(thing: Any) -> dict[str, Any] | None:

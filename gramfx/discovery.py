@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.constants import PLAIN, constants_of, frozen, inside
+from gramfx.constants import PLAIN, constants_of, contents_of, frozen, inside
 from gramfx.errors import UnsupportedError
 from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
 
@@ -45,10 +44,8 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield from (thing.__kwdefaults__ or {}).values()
         named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
         yield from (value for value in named if isinstance(value, (nn.Module, Tensor)))
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        yield from thing
-    elif isinstance(thing, dict):
-        yield from thing.values()
+    elif (held := contents_of(thing)) is not None:
+        yield from held.values() if isinstance(held, dict) else held
     elif callable(thing) and not isinstance(thing, type) and hasattr(thing, "__dict__"):
         yield from vars(thing).values()
 
@@ -134,10 +131,11 @@ def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
     """A key of an attribute: by value where it is plain, else by identity and what it holds that is plain."""
     if isinstance(value, (*PLAIN, set, frozenset)):
         return frozen(value)
-    if isinstance(value, (list, tuple, deque)):
-        return type(value), tuple(_frozen(one, kept) for one in value)
-    if isinstance(value, dict):
-        return type(value), tuple((str(name), _frozen(one, kept)) for name, one in value.items())
+    held = contents_of(value)
+    if isinstance(held, dict):
+        return type(value), tuple((str(name), _frozen(one, kept)) for name, one in held.items())
+    if held is not None:
+        return type(value), tuple(_frozen(one, kept) for one in held)
     if isinstance(value, nn.Module):
         return None
     if id(value) in kept:
@@ -147,8 +145,8 @@ def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
         return id(value), constants_of(value)
     if getattr(value, "nbytes", _SMALL) < _SMALL and hasattr(value, "tobytes"):
         return id(value), value.tobytes()
-    held = {} if isinstance(value, Tensor) else inside(value)
-    return id(value), tuple((name, found) for name, one in held.items() if (found := frozen(one)) is not None)
+    own = {} if isinstance(value, Tensor) else inside(value)
+    return id(value), tuple((name, found) for name, one in own.items() if (found := frozen(one)) is not None)
 
 
 #: Arrays of fewer bytes are told apart by what they hold.

@@ -449,6 +449,32 @@ def powered(x: Tensor) -> Tensor:
     return x.abs() ** (EXPONENT * CYCLE[0])
 
 
+class Lazy(dict[str, int]):
+    """Loads what it holds when it is asked, as tables of models do; a capture has nothing to ask it."""
+
+    def _load(self, *_: Any) -> Any:
+        raise AssertionError("asked")
+
+    __iter__ = __len__ = keys = values = items = _load
+
+
+LAZY = Lazy()
+
+
+def test_containers_that_load_what_they_hold_are_not_asked() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert LAZY is not None
+            return super().forward(x).square()
+
+    model = Table(3, 3).double()
+    model.__dict__["table"] = LAZY
+    step = gramfx.transform(model, compile=False)
+    for _ in range(2):
+        step(batch()[0])
+    assert step.captures == 1
+
+
 def test_values_of_objects_classes_and_modules_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reads(nn.Module):
         factor = 1.0
