@@ -1,4 +1,4 @@
-"""CUDA code on a machine without a CUDA device: what is private to torch and triton there. Checked with torch 2.13.
+"""CUDA code without a CUDA device: what is private to torch and triton there. Checked with torch 2.13 and 2.14.
 
 A sibling of :mod:`gramfx.torch_compat`, for tests and for reading; nothing here runs when a model does.
 """

@@ -1,4 +1,4 @@
-"""Every private or version-dependent use of torch, in one place. Checked with torch 2.13."""
+"""Every private or version-dependent use of torch, in one place. Checked with torch 2.13 and 2.14."""
 
 from __future__ import annotations
 
