@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gramfx.constants import PLAIN, contents_of, fields, frozen, is_array
+from gramfx.constants import PLAIN, base_of, contents_of, fields, frozen, is_array
 from gramfx.readings import Number
 from gramfx.torch_compat import read_from_values
 
@@ -33,7 +33,7 @@ class State:
 
 def plain_state(program: nn.Module) -> State:
     """As things are now, in all modules that a program runs."""
-    held = {id(holder): (holder, _contents(holder)) for holder in _holders(program)}
+    held = _held(program)
     return State(held, tuple(_plain(holder, contents) for holder, contents in held.values()))
 
 
@@ -54,11 +54,14 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _contents(holder: Any) -> Any:
-    """A copy of what a module, a container, an array or an object holds; None for anything else."""
+    """A copy of what a module, a container, an array or an object holds; None for anything else.
+
+    Arrays that cannot be written are left out: they may be files of any size.
+    """
     if isinstance(holder, nn.Module):
         return _own(holder)
     if is_array(holder):
-        return holder.copy()
+        return holder.copy() if holder.flags.writeable else None
     held = contents_of(holder)
     return fields(holder) if held is None else held
 
@@ -76,9 +79,9 @@ def _plain(holder: Any, contents: Any) -> Hashable:
     return type(holder), names, tuple(frozen(one) if isinstance(one, PLAIN) else type(one) for one in _values(contents))
 
 
-def _holders(program: nn.Module) -> list[Any]:
-    """The modules of a program, and the containers, arrays and objects that they reach, in an order of their own."""
-    found: dict[int, Any] = {}
+def _held(program: nn.Module) -> dict[int, tuple[Any, Any]]:
+    """All modules of a program, and the containers, arrays and objects they reach, each with its contents, by id."""
+    found: dict[int, tuple[Any, Any]] = {}
     pending: list[Any] = list(program.children())
     while pending:
         thing = pending.pop()
@@ -86,11 +89,14 @@ def _holders(program: nn.Module) -> list[Any]:
             continue
         contents = _contents(thing)
         if contents is not None:
-            found[id(thing)] = thing
+            found[id(thing)] = thing, contents
             pending += _values(contents)
         if isinstance(thing, nn.Module):
             pending += thing.children()
-    return list(found.values())
+        elif base_of(thing) is not None and fields(thing) is not None:
+            # Containers of users' classes hold fields as well.
+            pending.append(vars(thing))
+    return found
 
 
 def put_back(state: State) -> None:
@@ -131,7 +137,7 @@ def readings_left(program: nn.Module) -> Iterator[list[bool]]:
     left: list[bool] = []
 
     def look(*_: Any) -> None:
-        held = (value for holder in _holders(program) for value in _values(_contents(holder)))
+        held = (value for _, contents in _held(program).values() for value in _values(contents))
         left.append(any(isinstance(value, Number) or read_from_values(value) for value in held))
 
     hook = program.register_forward_hook(look)

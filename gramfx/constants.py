@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 #: A namespace, and names in it that code mentions; None for all that it holds.
 Place = tuple[Mapping[str, Any], tuple[str, ...] | None]
 
-_CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, dict, deque)
+#: One with an order of its own comes before the dict that it is.
+_CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, OrderedDict, dict, deque)
 
 
 def constants_of(code: type | FunctionType) -> Hashable:
@@ -45,18 +46,19 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return None
     if depth == DEEPEST or base.__len__(value) > MOST_ENTRIES:
         return type(value), id(value), base.__len__(value)
-    if base is dict:
-        return dict, tuple(
-            (name if isinstance(name, PLAIN) else id(name), frozen(one, depth + 1)) for name, one in dict.items(value)
-        )
+    own = tuple((name, frozen(one, depth + 1)) for name, one in (fields(value) or {}).items())
+    if issubclass(base, dict):
+        pairs = ((name if isinstance(name, PLAIN) else id(name), one) for name, one in base.items(value))
+        return type(value), own, tuple((name, frozen(one, depth + 1)) for name, one in pairs)
     each = (frozen(one, depth + 1) for one in base.__iter__(value))
-    return type(value), frozenset(each) if base in (set, frozenset) else tuple(each)
+    return type(value), own, frozenset(each) if base in (set, frozenset) else tuple(each)
 
 
 def base_of(value: Any) -> Any:
     """The type of Python's own that a container is of; None for anything else.
 
-    Containers are read as that has them: those of a user's class may load what they hold, or count, when asked.
+    Containers are read as that has them: those of a user's class may load what they hold, or count, when asked. What
+    they make that from is in their fields.
     """
     return next((one for one in _CONTAINERS if isinstance(value, one)), None)
 
@@ -64,7 +66,9 @@ def base_of(value: Any) -> Any:
 def contents_of(container: Any) -> Any:
     """A copy of what a container holds, of the type of Python's own; None for anything else."""
     base = base_of(container)
-    return base if base is None else base(dict.items(container) if base is dict else base.__iter__(container))
+    if base is None:
+        return None
+    return base(base.items(container) if issubclass(base, dict) else base.__iter__(container))
 
 
 def fields(thing: Any) -> dict[str, Any] | None:

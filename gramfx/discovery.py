@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramfx.constants import PLAIN, constants_of, contents_of, frozen, inside
+from gramfx.constants import PLAIN, constants_of, contents_of, fields, frozen, inside
 from gramfx.errors import UnsupportedError
 from gramfx.torch_compat import is_jagged_template, is_wrapped, jagged, pytree
 
@@ -127,15 +127,21 @@ def _forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
-    """A key of an attribute: by value where it is plain, else by identity and what it holds that is plain."""
+def _frozen(value: Any, kept: dict[int, Any], around: tuple[int, ...] = ()) -> Hashable:
+    """A key of an attribute: by value where it is plain, else by identity and what it holds that is plain.
+
+    around: the containers that it is in, by identity; one may hold itself.
+    """
+    if id(value) in around:
+        return around.index(id(value))
     if isinstance(value, (*PLAIN, set, frozenset)):
         return frozen(value)
     held = contents_of(value)
-    if isinstance(held, dict):
-        return type(value), tuple((str(name), _frozen(one, kept)) for name, one in held.items())
     if held is not None:
-        return type(value), tuple(_frozen(one, kept) for one in held)
+        own = tuple((name, frozen(one)) for name, one in (fields(value) or {}).items())
+        names = tuple(map(str, held)) if isinstance(held, dict) else ()
+        each = held.values() if isinstance(held, dict) else held
+        return type(value), own, names, tuple(_frozen(one, kept, (*around, id(value))) for one in each)
     if isinstance(value, nn.Module):
         return None
     if id(value) in kept:
@@ -145,8 +151,8 @@ def _frozen(value: Any, kept: dict[int, Any]) -> Hashable:
         return id(value), constants_of(value)
     if getattr(value, "nbytes", _SMALL) < _SMALL and hasattr(value, "tobytes"):
         return id(value), value.tobytes()
-    own = {} if isinstance(value, Tensor) else inside(value)
-    return id(value), tuple((name, found) for name, one in own.items() if (found := frozen(one)) is not None)
+    inner = {} if isinstance(value, Tensor) else inside(value)
+    return id(value), tuple((name, found) for name, one in inner.items() if (found := frozen(one)) is not None)
 
 
 #: Arrays of fewer bytes are told apart by what they hold.

@@ -263,10 +263,11 @@ def functions_replaced(apply: Callable[..., Any], kept: Any = None) -> Iterator[
     A ``cls.apply`` that the user kept may be the engine's own entry, which looks like no call of ours; there the user's
     Function becomes ``kept``, another Function, whose forward is given the class before the arguments.
     """
-    lookup = _entered_as(kept) if kept and _APPLY_IS_ENTRY else type.__getattribute__
+    lookup = _entered_as(kept) if kept else type.__getattribute__
+    found = mock.patch.object(torch.autograd.function.FunctionMeta, "__getattribute__", lookup)
     with (
         mock.patch.object(_APPLIER, "apply", classmethod(apply), create=True),
-        mock.patch.object(torch.autograd.function.FunctionMeta, "__getattribute__", lookup),
+        found if _APPLY_IS_ENTRY else contextlib.nullcontext(),
     ):
         yield
 

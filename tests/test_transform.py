@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramfx
+from gramfx.attributes import plain_state
 from gramfx.emit import gramian_of
 from gramfx.errors import CoupledObjectivesWarning, StaticBatchWarning
+from gramfx.kept import Families
 from tests import reference
 
 
@@ -397,6 +399,19 @@ def put(holder: Any, at: Any, value: Any) -> None:
     (setattr if isinstance(at, str) else operator.setitem)(holder, at, value)
 
 
+class Box(dict[str, int]):
+    """A dict with a field that it answers from."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def items(self) -> Any:
+        return [("n", self.n)]
+
+    def __repr__(self) -> str:
+        return f"Box({self.n})"
+
+
 #: What a forward counts in, and how.
 COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "object": (lambda: SimpleNamespace(n=0), lambda held: put(held, "n", held.n + 1)),
@@ -405,6 +420,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "deep list": (lambda: [[[[[[0]]]]]], lambda held: put(held[0][0][0][0][0], 0, held[0][0][0][0][0][0] + 1)),
     "long list": (lambda: [0] * 2000, lambda held: put(held, 7, held[7] + 1)),
     "large set": (lambda: set(range(2000)), lambda held: held.add(len(held))),
+    "field of a dict": (lambda: Box(), lambda held: put(held, "n", held.n + 1)),
     "array": (lambda: np.zeros(2), lambda held: put(held, 0, held[0] + 1)),
     "deque": (lambda: collections.deque([0], maxlen=1), lambda held: held.append(held[0] + 1)),
 }
@@ -449,7 +465,66 @@ def powered(x: Tensor) -> Tensor:
     return x.abs() ** (EXPONENT * CYCLE[0])
 
 
-class Lazy(dict[str, int]):
+ORDER = collections.OrderedDict(first=1.0, second=2.0)
+BOX = Box()
+
+
+def test_order_and_fields_of_containers_may_change() -> None:
+    """Of globals and of attributes."""
+
+    class Reads(nn.Linear):
+        order: Any
+        box: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            for order, box in ((ORDER, BOX), (self.order, self.box)):
+                for _, factor in order.items():
+                    x = (x * factor).tanh()
+                for _, number in box.items():
+                    x = x + number
+            return x
+
+    model = Reads(3, 3).double()
+    vars(model).update(order=copy.copy(ORDER), box=Box())
+    step = gramfx.transform(model, compile=False)
+    source = batch()[0]
+    for order, box in ((ORDER, BOX), (vars(model)["order"], vars(model)["box"])):
+        assert torch.allclose(step(source)[0], model(source))
+        order.move_to_end("first")
+        assert torch.allclose(step(source)[0], model(source))
+        box.n += 1
+        assert torch.allclose(step(source)[0], model(source))
+
+
+def test_a_list_may_hold_itself() -> None:
+    model = nn.Linear(3, 3).double()
+    vars(model)["cycle"] = CYCLE
+    step = gramfx.transform(model, compile=False)
+    for _ in range(2):
+        step(batch()[0])
+    assert step.captures == 1
+
+
+def test_read_only_arrays_are_not_copied(tmp_path: Any) -> None:
+    np.zeros(4).tofile(tmp_path / "numbers")
+    model = nn.Linear(3, 3).double()
+    vars(model)["file"] = np.memmap(tmp_path / "numbers", mode="r")
+    held = plain_state(nn.Sequential(model)).held
+    assert id(model) in held and id(vars(model)["file"]) not in held
+
+
+def test_a_step_knows_of_the_latest_kinds_of_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gramfx.kept.MOST_FAMILIES", 2)
+    families = Families()
+    assert families.first("a", 3) == families.first("a", 4) == 3
+    families.fix("a")
+    assert families.first("a", 9) is None
+    assert families.first("b", 1) == families.first("c", 1) == 1
+    assert families.first("a", 5) == 5
+
+
+class Lazy(collections.OrderedDict[str, int]):
     """Loads what it holds when it is asked, as tables of models do; a capture has nothing to ask it."""
 
     def _load(self, *_: Any) -> Any:
